@@ -1,5 +1,5 @@
-"""Measurements that anyone can run: ``python -m benchmarks.<name>``. Never part of the tests.
+"""Measurements of the system: ``python -m benchmarks.<name>``. Not part of the tests.
 
-A file here is a command; so is a folder with a ``__main__``. ``support`` has their common code.
-Benchmarks may import every package, and the server fixtures of the tests.
+A file or a folder with a ``__main__`` is a command. ``support`` has their common code. Benchmarks
+may import every package, and the server fixtures of the tests.
 """

@@ -3,13 +3,13 @@
     python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--jobs 2] [--save]
     python -m benchmarks.simulated_roles --only long --rates 45 --fleets "32 + 96, switching"
 
-The real scheduler with simulated workers, as ``millrace simulate`` has it, so the figures do not
+The real scheduler runs with simulated workers, as in ``millrace simulate``: the figures do not
 depend on the machine, and are no measurement of a GPU. Each worker is one H200 with a Llama 70B in
-fp8; what a step takes is derived from the data sheet, the model's shape and two assumed shares of
-what the device could do (``device``). Each load arrives at random at several rates; of each fleet
-the requests that came in a window count, with as much load before and behind them. Goodput is how
-many of those per second were answered within the load's limits. Where roles are switched
-(``scheduler.switch_roles``), the window begins when the load has been there for 30 s.
+fp8. Step times are derived from the data sheet, the model's shape and two assumed shares of the
+device's rates (``device``). Each load arrives at random at several rates. Only requests that arrive
+in a window count, with as much load before and after it. Goodput is the number of these per second
+answered within the load's limits. With switched roles (``scheduler.switch_roles``), the window
+begins after 30 s of load.
 
   chat   short prompts and answers of log-normal lengths, in the manner of ShareGPT
   long   prompts of 8,192 tokens
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.schemas.config import (
@@ -52,7 +52,7 @@ _SEED = 1
 _CHUNK_TOKENS = 4_096
 # Links of 400 Gbit/s, and of Millrace's TCP rate for such blocks (results/kv_transfer.json).
 _FAST_LINK, _TCP_LINK = 50e9, 1.6e9
-# Least time of load before the window, if roles are switched.
+# Minimum seconds of load before the window, if roles are switched.
 _WARM_UP_S = 30.0
 # Data sheet of an H200 SXM, dense, and the assumed shares of its rates.
 _BYTES_PER_S, _FP8_FLOP_PER_S, _MEMORY_BYTES = 4.8e12, 1_979e12, 141e9
@@ -349,7 +349,7 @@ def run(
     window: float | None = None,
     jobs: int = 1,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Run the fleets.
 
     ``rates`` (comma-separated) and ``window`` replace a load's own; ``fleets`` are names separated
@@ -374,7 +374,7 @@ def run(
         for row in processes.map(run_case, cases):
             rows.append(row)
             print(_line(row), flush=True)
-    return Told(Results(device=_device(), loads=tuple(loads), rows=tuple(rows)))
+    return PartResult(Results(device=_device(), loads=tuple(loads), rows=tuple(rows)))
 
 
 def _fleets(given: str | None) -> list[Fleet]:

@@ -4,12 +4,12 @@
 
 The model is a Llama of 100M parameters with random weights, in bfloat16:
 
-  engine     tokens a second of twenty adapters of rank 16 in turns beside the base alone, by what
-             the adapters change (queries and values, as PEFT does where it is not told, or every
-             projection), at 1, 8 and 32 streams of 128 tokens in and 64 out; and the first token of
-             adapters of 20 MB that are in a local S3 server only, beside 8 streams that decode
-  placement  how many requests find their adapter where they are sent: 100 adapters by Zipf's law,
-             2 workers with 20 slots each, with the scheduler's view of adapters and without
+  engine     tokens a second of twenty adapters of rank 16 in turns beside the base alone, at 1, 8
+             and 32 streams of 128 tokens in and 64 out. The adapters change queries and values
+             (PEFT's default), or every projection. Also the first token of adapters of 20 MB that
+             only a local S3 server has, beside 8 streams that decode
+  placement  share of requests whose worker has their adapter: 100 adapters by Zipf's law, 2 workers
+             with 20 slots each, with and without the scheduler's adapter placement
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.adapters.engine import EngineFigures, measure
 from benchmarks.adapters.placement import HitRates, hit_rates
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import in_new_process
 
@@ -71,7 +71,7 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> PartResult:
     """Report the medians of ``runs`` rounds."""
     result = Result(cpu=cpu_name())
     if "engine" in only:
@@ -80,7 +80,7 @@ def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
     if "placement" in only:
         result.placement = [hit_rates(skew) for skew in _SKEWS]
     print("\n".join(_lines(result)))
-    return Told(result)
+    return PartResult(result)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""``python -m benchmarks.books``: all figures of one load in every report.
+"""``python -m benchmarks.books``: check that all reports agree about one load.
 
-A whole system serves two models, priced in dollars and in euros, to two tenants that ask in every
-way that takes several generations: choices, prompts, inputs, rounds of tools, lines of batches.
-Answers are asked for again, clients leave, and a worker, a gateway and telemetry are killed on the
-way. Then what the clients were told is compared with rows, generations, Kafka's records, usage by
-the minute, `millrace usage`, invoices, budgets and the operations page. Exits with 1 if any figure
-differs.
+A system serves two models, priced in dollars and in euros, to two tenants. Requests make several
+generations in every way: choices, prompts, inputs, tool rounds, batch lines. Clients repeat
+requests and leave, and a worker, a gateway and telemetry are killed meanwhile. Then the clients'
+figures are compared with rows, generations, Kafka's records, usage by the minute, `millrace usage`,
+invoices, budgets and the operations page. Exits with 1 if any figure differs.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ import msgspec
 import yaml
 from aiokafka import AIOKafkaConsumer
 
-from benchmarks.books.load import BooksClient, Tenant, Told
-from benchmarks.support.command import Told as Outcome
-from benchmarks.support.command import run_command
+from benchmarks.books.load import BooksClient, ClientAnswers, Tenant
+from benchmarks.support.command import PartResult, run_command
 from millrace.bus import codec, subjects
 from millrace.registry.pricing import PriceBook, cost
 from millrace.schemas.records import RequestRecord
@@ -70,11 +68,11 @@ class Figures(msgspec.Struct, frozen=True):
     cost: Decimal
 
 
-def run(rounds: int = 4, no_kills: bool = False) -> Outcome:
+def run(rounds: int = 4, no_kills: bool = False) -> PartResult:
     """Take each way to ask ``rounds`` times; ``no_kills`` leaves all parts alive."""
     with tempfile.TemporaryDirectory(prefix="millrace-books-") as folder:
         kills = () if no_kills else _KILLED
-        return Outcome(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
+        return PartResult(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
 
 
 async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
@@ -83,16 +81,17 @@ async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
         system = System(folder, arguments=_arguments(folder, tools)).start()
         try:
             tenants = [_tenant(system, f"of-{model}", model) for model in _PRICES]
-            told = [Told() for _ in tenants]
+            all_answers = [ClientAnswers() for _ in tenants]
             clients = [
-                BooksClient(system, tenant, one) for tenant, one in zip(tenants, told, strict=True)
+                BooksClient(system, tenant, one)
+                for tenant, one in zip(tenants, all_answers, strict=True)
             ]
             load = asyncio.gather(*(client.ask_all(rounds) for client in clients))
             await _kill(system, kills, load)
             await load
             sources = [
                 await _compare(system, tenant, one, client)
-                for tenant, one, client in zip(tenants, told, clients, strict=True)
+                for tenant, one, client in zip(tenants, all_answers, clients, strict=True)
             ]
             for client in clients:
                 await client.close()
@@ -123,7 +122,7 @@ async def _kill(system: System, parts: Sequence[str], load: asyncio.Future[Any])
     for part in parts:
         await asyncio.wait([load], timeout=_BETWEEN_KILLS_S)
         if load.done():
-            print(f"the load was over before {part} could be killed")
+            print(f"the load ended before {part} was killed")
             return
         print(f"kill -9 {part}", flush=True)
         system.kill(part)
@@ -142,7 +141,9 @@ def _tenant(system: System, name: str, model: str) -> Tenant:
     return Tenant(name, made["key"], model)
 
 
-async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClient) -> int:
+async def _compare(
+    system: System, tenant: Tenant, answers: ClientAnswers, client: BooksClient
+) -> int:
     """Print the figures of a tenant; return how many differ from those of its rows."""
 
     seen: list[tuple[Figures, float]] = []
@@ -157,19 +158,19 @@ async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClie
         if not seen or seen[-1][0] != rows:
             seen.append((rows, time.monotonic()))
         stayed_s = time.monotonic() - seen[-1][1]
-        return rows.requests >= len(told.accepted) and usage == rows and stayed_s >= _STAY_S
+        return rows.requests >= len(answers.accepted) and usage == rows and stayed_s >= _STAY_S
 
     try:
         await eventually(is_settled, _SETTLED_S, "a row of each accepted request")
     except AssertionError as error:
         print(f"{tenant.name}: {error}", flush=True)  # the table says what differs
     rows = _sums(system, "requests FINAL", tenant, "toInt64(count())")
-    of_answers = await asyncio.to_thread(_by_answers, system, tenant, told)
+    of_answers = await asyncio.to_thread(_by_answers, system, tenant, answers)
     records = await _by_records(system, tenant)
     currency = str(_PRICES[tenant.model]["currency"])
     spent = await client.spent(currency)
     found: dict[str, Figures] = {
-        "accepted, by clients": msgspec.structs.replace(rows, requests=_accepted(told, rows)),
+        "accepted, by clients": msgspec.structs.replace(rows, requests=_accepted(answers, rows)),
         "usage of answers": of_answers,
         "generations": _sums(system, "generations", tenant, "toInt64(uniqExact(request_id))"),
         "Kafka's records": records,
@@ -179,7 +180,10 @@ async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClie
         "budget": msgspec.structs.replace(rows, cost=spent),
         "operations page": await _by_page(system, tenant),
     }
-    print(f"\n{tenant.name}, in {currency}: {len(told.usage)} answers, {told.num_lost} broke off")
+    print(
+        f"\n{tenant.name}, in {currency}: {len(answers.usage)} answers, "
+        f"{answers.num_lost} interrupted requests"
+    )
     print(f"{'':<22}{'requests':>10}{'prompt':>10}{'completion':>12}{'cost':>18}  difference")
     differing = 0
     for name, figures in {"rows of requests": rows, **found}.items():
@@ -193,10 +197,10 @@ async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClie
     return differing
 
 
-def _accepted(told: Told, rows: Figures) -> int:
+def _accepted(answers: ClientAnswers, rows: Figures) -> int:
     """Count requests that have a row and broke off before their client knew the id."""
-    num_known = len(told.accepted)
-    return num_known + min(max(rows.requests - num_known, 0), told.num_lost)
+    num_known = len(answers.accepted)
+    return num_known + min(max(rows.requests - num_known, 0), answers.num_lost)
 
 
 def _differs(figures: Figures, rows: Figures) -> bool:
@@ -217,7 +221,7 @@ def _sums(system: System, table: str, tenant: Tenant, requests: str) -> Figures:
     return Figures(int(row["n"]), int(row["prompt"]), int(row["completion"]), Decimal(row["paid"]))
 
 
-def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
+def _by_answers(system: System, tenant: Tenant, answers: ClientAnswers) -> Figures:
     """Add up the usage in the answers, at the price book's prices.
 
     Requests whose client left are added by their rows.
@@ -228,8 +232,8 @@ def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
         "completion, toString(t.cost) AS paid FROM requests AS t FINAL "
         f"WHERE tenant = '{tenant.name}'"
     )
-    left = [row for row in rows if row["request_id"] not in told.usage]
-    answered = told.usage.values()
+    left = [row for row in rows if row["request_id"] not in answers.usage]
+    answered = answers.usage.values()
     return Figures(
         len(answered) + len(left),
         sum(one[0] for one in answered) + sum(int(row["prompt"]) for row in left),

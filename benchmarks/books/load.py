@@ -36,7 +36,7 @@ class Tenant(msgspec.Struct, frozen=True):
         return {"authorization": f"Bearer {self.key}"}
 
 
-class Told(msgspec.Struct):
+class ClientAnswers(msgspec.Struct):
     """Answers of a client, by request id.
 
     ``usage`` holds prompt, cached and completion tokens of answered requests. Other requests were
@@ -66,9 +66,9 @@ class Told(msgspec.Struct):
 class BooksClient:
     """Client of one tenant that repeats a request under its Idempotency-Key until answered."""
 
-    def __init__(self, system: System, tenant: Tenant, told: Told) -> None:
+    def __init__(self, system: System, tenant: Tenant, answers: ClientAnswers) -> None:
         self._system = system
-        self._told = told
+        self._answers = answers
         self._tenant = tenant
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, headers=tenant.headers)
 
@@ -123,7 +123,7 @@ class BooksClient:
         body = {"model": self._tenant.model, "input": ["a lease", "a worker", "a queue"]}
         answer = await self._send("/v1/embeddings", json=body)
         if answer is not None:
-            self._told.answered(answer.headers["x-request-id"], answer.json()["usage"])
+            self._answers.answered(answer.headers["x-request-id"], answer.json()["usage"])
 
     async def replay(self) -> None:
         """Ask three times for the same answer, twice at once: one request."""
@@ -140,11 +140,11 @@ class BooksClient:
             async with self._http.stream("POST", url, json=body | {"stream": True}) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith('data: {"id"'):
-                        self._told.accepted.add(json.loads(line.removeprefix("data: "))["id"])
+                        self._answers.accepted.add(json.loads(line.removeprefix("data: "))["id"])
                         return
         except httpx.TransportError:
             pass
-        self._told.num_lost += 1
+        self._answers.num_lost += 1
 
     async def socket(self) -> None:
         asked = {"type": "generate", "id": "a", "messages": _MESSAGES, "max_tokens": 8, "n": 2}
@@ -160,11 +160,11 @@ class BooksClient:
         except (OSError, WebSocketException):
             pass
         if message["type"] == "done":
-            self._told.answered(request_id, message["usage"])
+            self._answers.answered(request_id, message["usage"])
         elif request_id:
-            self._told.accepted.add(request_id)
+            self._answers.accepted.add(request_id)
         else:
-            self._told.num_lost += 1
+            self._answers.num_lost += 1
 
     async def batch(self) -> None:
         """Send batches: lines of several choices, and of several inputs."""
@@ -203,7 +203,7 @@ class BooksClient:
         answers = await self._http.get(f"{base}/files/{batch['output_file_id']}/content")
         for line in answers.text.splitlines():
             response = json.loads(line)["response"]
-            self._told.answered(response["request_id"], response["body"]["usage"])
+            self._answers.answered(response["request_id"], response["body"]["usage"])
 
     async def _send(
         self, path: str, *, num_requests: int = 1, **sent: Any
@@ -215,7 +215,7 @@ class BooksClient:
             except httpx.TransportError:
                 answer = None
             if answer is None or answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-                self._told.num_lost += num_requests
+                self._answers.num_lost += num_requests
                 return None
             if answer.status_code == httpx.codes.OK:
                 return answer
@@ -238,12 +238,12 @@ class BooksClient:
             if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
                 # A failure is final for its key.
                 headers = {"idempotency-key": uuid.uuid4().hex}
-                self._told.num_lost += 1
+                self._answers.num_lost += 1
             await asyncio.sleep(_AGAIN_S)
         if answer.status_code != 200:
             raise ValueError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
         found = answer.json()
-        self._told.answered(found["id"], found["usage"])
+        self._answers.answered(found["id"], found["usage"])
 
     async def spent(self, currency: str) -> Decimal:
         """Return the amount on the counter of the tenant's budget."""

@@ -1,21 +1,25 @@
 """``python -m benchmarks.chaos``: streams of clients while parts of the system are killed.
 
-A whole ``millrace up`` with the demo model on real engines: two workers, two gateways. Clients,
-half by WebSocket and half by server-sent events, stream greedy answers; in each round something
-happens to parts (``benchmarks.chaos.faults`` has the table): ``kill -9`` of a worker, of its
-engine, of both workers, of the scheduler, alone or with a worker, of a gateway (whose clients go on
-at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
-for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
-kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
-choices, log-probabilities, penalties; or either worker under long prompts, or a worker that drains
-while its streams' blocks are being pulled. With ``--workers prefill:1,decode:1`` the first computes
-long prompts, and the second goes on with them. In the last round, which needs root, the disk is
-full for a while: new requests must be refused by name, and accepted within 10 s of room.
+``millrace up`` runs the demo model on real engines, with two workers and two gateways. Clients,
+half by WebSocket and half by server-sent events, stream greedy answers. Each round has one fault
+(``benchmarks.chaos.faults`` has the table):
 
-Of each round it checks that no answer is lost, that no token index is missing or repeated, that
-each request has one record in ClickHouse, and that each answer is that of the undisturbed run,
-token for token. It prints the longest silence of each affected stream across the event, beside the
-longest of the undisturbed run, and how long the workers that ended took to load.
+  - ``kill -9`` of a worker, its engine, both workers, the scheduler alone or with a worker, a
+    gateway (whose clients resume at the other), nats-server, or Redis;
+  - SIGTERM of a worker, which drains;
+  - a part that is frozen for five seconds; a second worker of the same name.
+
+``millrace up`` restarts killed parts. Further rounds kill a worker under answers that are hard to
+move (JSON Schema, forced tool calls, three choices, log-probabilities, penalties), either worker
+under long prompts, or a draining worker while its streams' blocks are being pulled. With
+``--workers prefill:1,decode:1`` the first worker computes long prompts and the second continues
+them. In the last round, which needs root, the disk is full for a while: new requests must be
+refused with that reason, and accepted within 10 s after space is free.
+
+Each round checks that no answer is lost, no token index is missing or repeated, each request has
+one record in ClickHouse, and each answer equals the undisturbed run's, token by token. Prints the
+longest silence of each affected stream across the event, beside the longest of the undisturbed run,
+and the loading time of restarted workers.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import msgspec
 
 from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
 from benchmarks.chaos.rounds import WRONGS, Round, Streams
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import percentile
 from tests.support.small_disk import NoDiskError, mounted_disk
 from tests.support.system import System
@@ -79,7 +83,7 @@ def run(
     limit_s: float = 3_600.0,
     round_limit_s: float = 120.0,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Run ``rounds`` of each event in ``only``; ``smoke`` is one round with few streams."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(_NAMES)}")
@@ -102,7 +106,7 @@ def run(
     if report["num_wrong"] and smoke:
         sys.exit(1)  # a smoke run has no goals but this
     file = "chaos.json" if workers == _WORKERS else "chaos_roles.json"
-    return Told(report, not report["num_wrong"], f"scheduler/{file}")
+    return PartResult(report, not report["num_wrong"], f"scheduler/{file}")
 
 
 def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
@@ -142,20 +146,20 @@ async def _run(plan: Plan, streams: Streams) -> list[Round]:
     for number in range(plan.rounds):
         for event in (event for event in EVENTS if event.name in plan.events):
             if time.monotonic() > deadline_s:
-                print(f"the time is up in round {number + 1}")
+                print(f"time limit reached in round {number + 1}")
                 return rounds
             rounds.append(await streams.run(event))
             _say(number, event, rounds[-1])
     return rounds
 
 
-def _say(number: int, event: Event, told: Round) -> None:
+def _say(number: int, event: Event, outcome: Round) -> None:
     print(
-        f"{number + 1:2} {event.name:<27} {told.num_streaming:4} streaming, {len(told.gaps_s):4} "
-        f"affected, gap p50 {percentile(told.gaps_s, 0.5):.2f} s p99 "
-        f"{percentile(told.gaps_s, 0.99):.2f} s, round {told.wall_s:.1f} s"
-        + "".join(f", a worker loaded after {loading_s:.1f} s" for loading_s in told.loading_s)
-        + "".join(f"\n   WRONG: {wrong}" for wrong in told.wrongs[:5]),
+        f"{number + 1:2} {event.name:<27} {outcome.num_streaming:4} streaming, "
+        f"{len(outcome.gaps_s):4} affected, gap p50 {percentile(outcome.gaps_s, 0.5):.2f} s p99 "
+        f"{percentile(outcome.gaps_s, 0.99):.2f} s, round {outcome.wall_s:.1f} s"
+        + "".join(f", a worker loaded after {loading_s:.1f} s" for loading_s in outcome.loading_s)
+        + "".join(f"\n   WRONG: {wrong}" for wrong in outcome.wrongs[:5]),
         flush=True,
     )
 
@@ -169,18 +173,18 @@ def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, 
     }
     for name, sums in events.items():
         goals = _GOALS_S.get(name)
-        told = "" if goals is None else f" (goals: p50 {goals[0] or '-'}, p99 {goals[1]})"
+        goal_text = "" if goals is None else f" (goals: p50 {goals[0] or '-'}, p99 {goals[1]})"
         print(
             f"{name}: {sums['num_rounds']} rounds, {sums['num_lost']} lost, "
             f"{sums['num_wrong_indices']} with wrong indices, "
             f"{sums['num_other_texts']} with another text, "
             f"{sums['num_without_record']} without and {sums['num_doubled_records']} with two "
             f"records; gap of {sums['num_affected']} p50 {sums['gap_p50_s']} s, "
-            f"p99 {sums['gap_p99_s']} s{told}"
+            f"p99 {sums['gap_p99_s']} s{goal_text}"
             + (f", workers loaded after {sums['loading_p50_s']} s" if sums["num_loaded"] else "")
         )
     num_wrong = sum(sum(one.num_wrong.values()) for one in rounds)
-    print(f"{num_wrong} things are wrong" if num_wrong else "all as it had to be")
+    print(f"{num_wrong} checks failed" if num_wrong else "all checks passed")
     return {
         "plan": msgspec.to_builtins(plan),
         "undisturbed": _gap_figures(streams.usual_gaps_s),

@@ -32,7 +32,7 @@ _POLL_S = 0.2
 _NUM_PROBES = 8
 
 
-class Told(msgspec.Struct, frozen=True):
+class DiskFullResult(msgspec.Struct, frozen=True):
     """Result of a full disk.
 
     ``outcomes`` counts the answers of new requests while the disk was full. ``well_s`` is the time
@@ -44,7 +44,7 @@ class Told(msgspec.Struct, frozen=True):
     wrongs: tuple[str, ...] = ()
 
 
-async def fill_for(system: System, disk: SmallDisk, for_s: float) -> Told:
+async def fill_for(system: System, disk: SmallDisk, for_s: float) -> DiskFullResult:
     """Keep the disk of a system full for a while, to the last page, and make room again."""
     await asyncio.to_thread(disk.fill)
     keeping = asyncio.create_task(_keep_full(disk))
@@ -73,8 +73,8 @@ async def fill_for(system: System, disk: SmallDisk, for_s: float) -> Told:
         if code != "storage_full"
     ]
     if well_s > _WELL_WITHIN_S:
-        wrongs.append(f"requests were accepted {well_s:.1f} s after there was room")
-    return Told(counts, well_s, tuple(wrongs))
+        wrongs.append(f"requests were accepted only {well_s:.1f} s after space was freed")
+    return DiskFullResult(counts, well_s, tuple(wrongs))
 
 
 async def _keep_full(disk: SmallDisk) -> None:
@@ -104,7 +104,7 @@ _HEARD_WITHIN_S = 3.0
 DISK_FULL = "disk full"
 
 
-class Struck(msgspec.Struct, frozen=True, kw_only=True):
+class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a fault.
 
     It has the parts that must come back under another pid, by their old pid, further conditions for
@@ -117,9 +117,9 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(Protocol):
-    """Fault of a system; ``strike`` returns when it has happened."""
+    """Fault of a system; ``inject`` returns when it has happened."""
 
-    async def strike(self, system: System) -> Struck: ...
+    async def inject(self, system: System) -> FaultEffect: ...
 
 
 class Signalled(msgspec.Struct, frozen=True):
@@ -128,12 +128,12 @@ class Signalled(msgspec.Struct, frozen=True):
     parts: tuple[str, ...]
     number: signal.Signals = signal.SIGKILL
 
-    async def strike(self, system: System) -> Struck:
+    async def inject(self, system: System) -> FaultEffect:
         names = [await _resolve(part, system) for part in self.parts]
         pids = {part: system.pid(part) for part in names}
         for pid in pids.values():
             os.kill(pid, self.number)
-        return Struck(pids=pids)
+        return FaultEffect(pids=pids)
 
 
 class KilledInTransfer(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ class KilledInTransfer(msgspec.Struct, frozen=True):
     worker: str
     after_s: float
 
-    async def strike(self, system: System) -> Struck:
+    async def inject(self, system: System) -> FaultEffect:
         name = await _resolve(self.worker, system)
         pid = system.pid(name)
         os.kill(pid, signal.SIGTERM)
@@ -150,7 +150,7 @@ class KilledInTransfer(msgspec.Struct, frozen=True):
         # The drain may be complete by then.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        return Struck(pids={name: pid})
+        return FaultEffect(pids={name: pid})
 
 
 class EngineKilled(msgspec.Struct, frozen=True):
@@ -158,13 +158,13 @@ class EngineKilled(msgspec.Struct, frozen=True):
 
     worker: str
 
-    async def strike(self, system: System) -> Struck:
+    async def inject(self, system: System) -> FaultEffect:
         worker = await _resolve(self.worker, system)
         log = system.data / "logs" / f"{worker}.log"
         num_engines = _num_engines(log.read_text())
         for engine in psutil.Process(system.pid(worker)).children():
             engine.kill()
-        return Struck(is_mended=lambda: _num_engines(log.read_text()) > num_engines)
+        return FaultEffect(is_mended=lambda: _num_engines(log.read_text()) > num_engines)
 
 
 async def _resolve(part: str, system: System) -> str:
@@ -195,7 +195,7 @@ class Frozen(msgspec.Struct, frozen=True):
     part: str
     for_s: float
 
-    async def strike(self, system: System) -> Struck:
+    async def inject(self, system: System) -> FaultEffect:
         process = psutil.Process(system.pid(await _resolve(self.part, system)))
         frozen = [process, *process.children(recursive=True)]
         for one in frozen:
@@ -205,15 +205,15 @@ class Frozen(msgspec.Struct, frozen=True):
         finally:
             for one in frozen:
                 one.resume()
-        return Struck()
+        return FaultEffect()
 
 
-class Twin(msgspec.Struct, frozen=True):
+class DuplicateWorker(msgspec.Struct, frozen=True):
     """Second worker under the name of a running one, which must be refused."""
 
     worker: str
 
-    async def strike(self, system: System) -> Struck:
+    async def inject(self, system: System) -> FaultEffect:
         config = system.data / "run" / "config.yaml"
         twin = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "millrace.workers", "--config", str(config)),
@@ -227,12 +227,12 @@ class Twin(msgspec.Struct, frozen=True):
         except TimeoutError:
             twin.kill()
             await twin.wait()
-            return Struck(wrongs=(f"a second {self.worker} was let in",))
+            return FaultEffect(wrongs=(f"a second {self.worker} was accepted",))
         if twin.returncode != MISCONFIGURED or b"Another worker named" not in stderr:
             last = stderr.decode(errors="replace").strip().splitlines()[-1:]
             wrong = f"a second {self.worker} ended with exit code {twin.returncode}: {last}"
-            return Struck(wrongs=(wrong,))
-        return Struck()
+            return FaultEffect(wrongs=(wrong,))
+        return FaultEffect()
 
 
 class DiskFilled(msgspec.Struct, frozen=True):
@@ -244,12 +244,12 @@ class DiskFilled(msgspec.Struct, frozen=True):
 
     for_s: float
 
-    async def strike(self, system: System) -> Struck:
-        told = await fill_for(system, SmallDisk(system.data), self.for_s)
+    async def inject(self, system: System) -> FaultEffect:
+        full = await fill_for(system, SmallDisk(system.data), self.for_s)
         print(
-            f"   new requests: {told.outcomes}, accepted {told.well_s:.1f} s after there was room"
+            f"   new requests: {full.outcomes}, accepted {full.well_s:.1f} s after space was freed"
         )
-        return Struck(wrongs=told.wrongs)
+        return FaultEffect(wrongs=full.wrongs)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -271,7 +271,7 @@ EVENTS = (
     Event("worker drained", Signalled((BUSIEST,), signal.SIGTERM), is_partial=True),
     Event("engine child killed", EngineKilled(BUSIEST), is_partial=True),
     Event("worker frozen", Frozen(BUSIEST, 5.0), is_partial=True),
-    Event("twin names", Twin("worker-1")),
+    Event("twin names", DuplicateWorker("worker-1")),
     Event("scheduler killed", Signalled(("scheduler-1",))),
     Event("scheduler frozen", Frozen("scheduler-1", 5.0)),
     Event("scheduler and worker killed", Signalled(("scheduler-1", BUSIEST)), is_partial=True),

@@ -12,7 +12,7 @@ from itertools import pairwise
 import httpx
 import msgspec
 
-from benchmarks.chaos.faults import Event, Struck
+from benchmarks.chaos.faults import Event, FaultEffect
 from benchmarks.chaos.loads import LOADS, Answer, Load, PartsAnswer, TimedClient
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -103,12 +103,12 @@ class Streams:
             for client, task in zip(clients, tasks, strict=True)
         )
         event_s, event_at = time.monotonic(), time.time()
-        struck = await event.fault.strike(self._system)
+        effect = await event.fault.inject(self._system)
         answers = await self._answers(tasks)
         wall_s = time.monotonic() - began_s
-        await self._is_whole(event, struck, event_s)
+        await self._is_whole(event, effect, event_s)
         return await self._judge(
-            event, clients, answers, struck, num_streaming, event_s, event_at, wall_s
+            event, clients, answers, effect, num_streaming, event_s, event_at, wall_s
         )
 
     async def _until_streaming(
@@ -129,7 +129,7 @@ class Streams:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _is_whole(self, event: Event, struck: Struck, event_s: float) -> None:
+    async def _is_whole(self, event: Event, effect: FaultEffect, event_s: float) -> None:
         """Wait until all parts serve, as far as both gateways know.
 
         Waits at least ``_FORGET_S`` after the event: until then gateways may count a lost worker.
@@ -138,7 +138,7 @@ class Streams:
         seen: set[str] = set()
 
         async def all_serve() -> bool:
-            if any(self._system.pid(part) == pid for part, pid in struck.pids.items()):
+            if any(self._system.pid(part) == pid for part, pid in effect.pids.items()):
                 return False
             try:
                 async with httpx.AsyncClient(base_url=self._system.http) as http:
@@ -147,7 +147,7 @@ class Streams:
                 return False
             if health["status"] == "ok" and health["num_workers"] == self._num_workers:
                 seen.add(health["gateway_id"])
-            return len(seen) >= self._num_gateways and struck.is_mended()
+            return len(seen) >= self._num_gateways and effect.is_mended()
 
         await eventually(all_serve, timeout_s=_BACK_WITHIN_S, what=f"after {event.name}, health")
 
@@ -156,7 +156,7 @@ class Streams:
         event: Event,
         clients: Sequence[TimedClient],
         answers: Sequence[Answer | BaseException],
-        struck: Struck,
+        effect: FaultEffect,
         num_streaming: int,
         event_s: float,
         event_at: float,
@@ -165,8 +165,8 @@ class Streams:
         load, undisturbed = LOADS[event.load], self._undisturbed[event.load]
         ids = [_job_ids(client.request_id, load.num_choices) for client in clients]
         records = await self._records([job_id for of_client in ids for job_id in of_client])
-        wrongs = [f"{event.name}: {wrong}" for wrong in struck.wrongs]
-        num_wrong = dict.fromkeys(WRONGS, 0) | {"num_wrong_ways": len(struck.wrongs)}
+        wrongs = [f"{event.name}: {wrong}" for wrong in effect.wrongs]
+        num_wrong = dict.fromkeys(WRONGS, 0) | {"num_wrong_ways": len(effect.wrongs)}
         gaps_s: list[float] = []
         for client, answer, job_ids, expected in zip(
             clients, answers, ids, undisturbed, strict=True
@@ -247,9 +247,9 @@ def is_other(answer: Answer, expected: Answer) -> bool:
     if not (isinstance(answer, PartsAnswer) and isinstance(expected, PartsAnswer)):
         return False
     return any(
-        abs(told - wanted) > _LOGPROB_TOLERANCE
+        abs(given - wanted) > _LOGPROB_TOLERANCE
         for index, values in expected.logprobs.items()
-        for told, wanted in zip(answer.logprobs[index], values, strict=True)
+        for given, wanted in zip(answer.logprobs[index], values, strict=True)
     )
 
 

@@ -2,15 +2,15 @@
 
   python -m benchmarks.engine [--only PART ...]
 
-ceilings  what bounds an engine here: memory read, GEMM rate, a decode step's linear maps alone
+ceilings  the machine's bounds: memory read, GEMM rate, a decode step's linear maps alone
 step      milliseconds of a step by batch size, and of a prefill
 planning  Python's part of a step at 32 and 256 sequences
 sampling  milliseconds to choose a batch's next tokens, by option
 batching  continuous beside static batching
-memory    a paged beside a contiguous cache: sequences that run together in the same memory
-chunking  the gaps in running streams while an 8k prompt enters
-grammars  how long a new grammar waits behind another tenant's slow ones
-threads   what binding the engine's threads to cores is worth
+memory    sequences that fit in the same memory, with a paged and a contiguous cache
+chunking  gaps in running streams while an 8k prompt enters
+grammars  wait of a new grammar behind another tenant's slow grammars
+threads   gain of binding the engine's threads to cores
 """
 
 import sys

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine --only batching memory chunking
 
-The baselines live here alone. Static batching runs a batch until its longest answer ends, the
-others padded along; the gain over it should be near the longest of a batch over the mean length. A
-contiguous cache reserves the longest answer for each sequence that it admits, because the length is
+Only this module has the baselines. Static batching runs a batch until its longest answer ends, with
+the other answers padded; the expected gain is the longest length over the mean length of a batch. A
+contiguous cache reserves the longest answer for each admitted sequence, because the length is
 unknown. Chunked prefill is measured by the gaps in running streams while a long prompt enters,
 whole and in chunks.
 """
@@ -142,7 +142,7 @@ class _Bench:
                 f"  {choice:10}  {fits[choice]:5.1f} sequences fit while others wait, "
                 f"{rate:7.1f} tokens/s, {engine.stats().num_preemptions} preemptions"
             )
-        print(f"  paged fits {fits['paged'] / fits['contiguous']:.2f}x as many")
+        print(f"  paged holds {fits['paged'] / fits['contiguous']:.2f}x as many")
 
     def chunking(self, num_tokens: int) -> None:
         """Measure the gaps in running streams while a long prompt enters."""

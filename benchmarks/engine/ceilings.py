@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine --only ceilings [--model PATH] [--threads N]
 
-Reads from memory, multiplies matrices, and runs nothing but the linear maps of a decode step, by
-the path that the engine takes. Without a model, the 100M Llama of the comparisons is used.
+Reads from memory, multiplies matrices, and runs only the linear maps of a decode step, by the
+engine's own code. The default model is the 100M Llama of the comparisons.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import machine_rates
 from benchmarks.support.model import measured_model
 from millrace.engine.threads.choice import configure_threads
@@ -162,8 +162,8 @@ def _least_s(work: Callable[[], object]) -> float:
     return min(timeit.repeat(work, number=1, repeat=_REPEATS))
 
 
-def run(model: Path | None = None, threads: int = 0) -> Told:
+def run(model: Path | None = None, threads: int = 0) -> PartResult:
     with measured_model(model, threads) as path:
         ceilings = measure(path)
     print("\n".join(lines(ceilings)))
-    return Told(ceilings)
+    return PartResult(ceilings)

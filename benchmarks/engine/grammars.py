@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine --only grammars [--slow 24] [--helpers 2]
 
-The engine with the demo model. Tenant a asks for ``--slow`` grammars at once, each of which takes
-nearly the compile time that one grammar may have (``accepted``), or more than it (``refused``).
-Then tenant b asks for a small new one; it also does so while nothing else waits (``alone``). A time
-is from the request to the engine's first word on it. The goal: behind either kind b waits
-no more than 0.25 s longer than alone.
+The engine runs the demo model. Tenant a sends ``--slow`` grammars at once, each of which takes
+nearly the compile time limit of one grammar (``accepted``) or more (``refused``). Then tenant b
+sends a small new grammar; it also does so while the engine is idle (``alone``). A time is from the
+request to the engine's first output for it. The goal: behind either kind, b waits at most 0.25 s
+longer than alone.
 """
 
 from __future__ import annotations

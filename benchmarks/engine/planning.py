@@ -1,12 +1,11 @@
-"""Python's share of a step: planning, batch layout, bookkeeping and handing over of tokens.
+"""Python's share of a step: planning, batch layout, bookkeeping and passing on tokens.
 
     python -m benchmarks.engine --only planning [--sequences 32 256] [--gpu-runner] [--profile]
 
-All sequences decode. Of each step's time, the model's and the sampler's are taken out; what is
-left is the rest, for which the goals are 1.0 ms at 32 sequences and 3 ms at 256. The sampler's own
-time, kernels and Python, stands beside it. With --gpu-runner it is the rest of a step of the runner
-of GPUs, which only launches a recorded step here and chooses tokens in it: what a GPU's own time
-for a step has to cover.
+All sequences decode. The rest is a step's time without the model's and the sampler's; the goals are
+1.0 ms at 32 sequences and 3 ms at 256. The sampler's own time, kernels and Python, is beside it.
+With --gpu-runner, the rest is that of the GPU runner's step, which launches a recorded step and
+chooses tokens in it. A GPU's time for a step should be longer than this.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.engine --only sampling [--batches 1 32] [--vocabs 8192]
         [--flat]
 
-Tokens' chances fall by Zipf's law (about 60 of them are in a nucleus of 0.9). ``--flat`` takes
-normal logits instead, as a model with random weights has, which is the dear case for top-p:
+Token probabilities fall by Zipf's law (about 60 tokens are in a nucleus of 0.9). ``--flat`` uses
+normal logits instead, as of a model with random weights. These are expensive for top-p, because
 thousands of tokens are in the nucleus.
 """
 

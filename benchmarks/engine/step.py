@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine --only step [--model PATH] [--dtype auto] ...
 
-Without a model, random weights in the shape of the demo model are used.
+The default model has random weights in the shape of the demo model.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.engines --engine vllm|llamacpp [--model PATH] [--save]
 
-The server is started once, with the arguments that a worker gives it, and measured in turns: asked
-directly over HTTP, and through ``millrace up --engine KIND --engine-url``. Then ``millrace up``
-starts one of its own, which is killed with -9 under 20 streams: the time from the moment that the
-next one is ready to each stream's next token is the gap.
+The server is started once, with a worker's arguments, and measured in turns: directly over HTTP,
+and through ``millrace up --engine KIND --engine-url``. Then ``millrace up`` starts a server itself,
+which is killed with -9 under 20 streams. A gap is the time from the next server's readiness to a
+stream's next token.
 
 The model is a Llama of 100M parameters with random weights: a folder for vLLM, a GGUF file in bf16
 for llama.cpp.
@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import MAX_NUM_SEQUENCES, measure_server, serving
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.prompts import Prompt, distinct_prompts
@@ -236,7 +236,7 @@ def run(
     model: Path | None = None,
     runs: int = 3,
     only: Literal["loads", "kill"] | None = None,
-) -> Told:
+) -> PartResult:
     """Measure ``model``, or a new checkpoint; report the medians of ``runs``."""
     result = Result(engine=EngineKind(engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +250,7 @@ def run(
         if only != "loads":
             result.killed = measure_kill(result.engine, path, Path(folder) / "killed")
     _print(result)
-    return Told(result, file=f"engines/{result.engine}.json")
+    return PartResult(result, file=f"engines/{result.engine}.json")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
   python -m benchmarks.gateway [--only PART ...]
 
-relay    what a token costs from nats-server to 200 clients, by WebSocket and by SSE
+relay    cost of a token from nats-server to 200 clients, by WebSocket and by SSE
 sockets  10,000 WebSocket streams on one process: token latency, memory of an idle connection
-latency  what the gateway adds to the first token of requests that arrive at random
-prompts  what prompts that are refused for their length cost everyone else
-tracing  what tracing costs by request and by token
-soak     no figure: clients who leave, stall and break off at random leave nothing behind
+latency  time that the gateway adds to the first token of requests that arrive at random
+prompts  cost of prompts refused for their length, for other requests
+tracing  cost of tracing per request and per token
+soak     check that clients that leave, stall and disconnect at random leak nothing
 """
 
 import sys

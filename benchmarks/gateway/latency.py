@@ -3,17 +3,17 @@
     python -m benchmarks.gateway --only latency [--rate 200] [--seconds 20] [--json FILE]
 
 A simulated worker answers every job at once. Requests arrive at a Poisson rate, in turns of a few
-seconds, either at the gateway (a streamed chat completion) or at NATS itself (a job in the queue,
-its frames on a subject), so that noise of the machine meets both alike. The time to the first
-token by the one less that by the other is what the gateway adds, by quantile.
+seconds, either at the gateway (a streamed chat completion) or directly at NATS (a job in the queue,
+its frames on a subject), so the machine's noise affects both alike. The added time is the
+difference of both TTFT distributions, by quantile.
 
-The same is measured within each request too: the client's process listens on the bus beside the
-gateway, and so sees the gateway's job go out and the first token come back. What lies between the
-client's request and that job, and between that token and the client's, is the gateway's alone:
-the paired figure, whose p99 has none of the worker's and the queue's own waiting in it.
+The paired figure is measured within each request. The client's process also listens on the bus, and
+sees the gateway's job leave and the first token return. The gateway's time is from the client's
+request to that job, plus from that token to the client's. It excludes the waits of worker and
+queue.
 
-The gateway's CPU time of a request is taken over the same turns. To compare two trees run each
-several times in turns: a core that others use has colder caches, and costs a request more.
+The gateway's CPU time of a request is measured over the same turns. To compare two source trees,
+run each several times in turns: on a shared core, colder caches make a request more expensive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import uvloop
 from nats.aio.msg import Msg
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
@@ -243,7 +243,7 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
     return Quantiles(p50=float(p50), p90=float(p90), p99=float(p99), max=float(largest))
 
 
-def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
+def run(rate: float = 200.0, seconds: float = 20.0) -> PartResult:
     """Measure each way for ``seconds``; goals are of the paired figure and of CPU time."""
     with running_gateway() as gateway, simulated_worker(gateway.nats_url, _TOKENS_PER_S):
         figures = uvloop.run(_measure(gateway, rate, seconds))
@@ -266,4 +266,4 @@ def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
         f"was late by p99 {figures.client.lag_p99_ms:.1f} ms"
     )
     is_quick = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
-    return Told(figures, is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS)
+    return PartResult(figures, is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gateway --only prompts [--bodies 8] [--mb 3.9]
 
-A gateway of its own process gets a few bodies at once from one client, while another asks for
-``/healthz`` all the time: the goals are 100 ms at worst, and memory that is back within 20 %. Then
-a scheduler of its own process gets texts of 7 MB on NATS, while short jobs of others go through it.
+A gateway in its own process gets a few bodies at once from one client, while another client
+requests ``/healthz`` all the time. The goals: at most 100 ms, and memory that returns to within
+20 %. Then a scheduler in its own process gets texts of 7 MB on NATS, beside short jobs of others.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     python -m benchmarks.gateway --only relay [--clients 200] [--seconds 4] [--json FILE]
 
 A scripted worker sends one token to every stream in each step: first at a steady pace that the
-gateway follows token by token (uncoalesced), then as fast as it can, so that tokens gather and
-leave together (coalesced). The figure is tokens per second of one gateway core: tokens over the CPU
-time of the gateway process. Beside each stands the raw stack, the same libraries with a bare
-handler between them (``benchmarks.support.raw_stack``), and once the two floors: the same messages
-received, decoded by the bus's reader and dropped, and a write of a token's size to each client by
-a bare uvloop server.
+gateway follows token by token (uncoalesced), then as fast as it can, so that tokens leave in groups
+(coalesced). The figure is tokens over the gateway's CPU time, that is, tokens per second of one
+core. Beside it is the raw stack, the same libraries with a bare handler between them
+(``benchmarks.support.raw_stack``), and two floors: the same messages received, decoded by the bus's
+reader and dropped, and a write of a token's size to each client by a bare uvloop server.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import (
     GATEWAY_ID,
@@ -253,7 +252,7 @@ async def _measure(num_clients: int, seconds: float) -> list[Figures]:
     return results
 
 
-def run(clients: int = 200, seconds: float = 4.0) -> Told:
+def run(clients: int = 200, seconds: float = 4.0) -> PartResult:
     """Run each uncoalesced measurement for ``seconds``."""
     results = uvloop.run(_measure(clients, seconds))
     rows = [
@@ -266,4 +265,4 @@ def run(clients: int = 200, seconds: float = 4.0) -> Told:
     ]
     names = ("", "path", "mode", "tokens/s", "CPU us/token", "tokens/s per core", "goal")
     print(table(names, rows))
-    return Told(results)
+    return PartResult(results)

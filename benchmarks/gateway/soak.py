@@ -2,12 +2,12 @@
 
     python -m benchmarks.gateway --only soak [--minutes 10] [--clients 500] [--json FILE]
 
-Half of the clients come by HTTP, half by WebSocket. Each does something drawn at random, then
-connects again: reads an answer to its end, leaves in the middle of one, stops reading for a while,
-says nothing, cancels, breaks a request off. Once a second the gateway's resident memory and open
-files are read from outside. Growth is the mean of the last tenth of the time over that of the first
-tenth after the warm-up, a fifth of the whole. When all clients are gone, the gateway's own gauges
-(``/metrics``) and its open files have to come back to what they were before the first.
+Half of the clients use HTTP, half WebSocket. Each acts at random, then connects again: it reads an
+answer to its end, leaves in the middle, stops reading for a while, sends nothing, cancels, or
+breaks off a request. Once a second the gateway's resident memory and open files are read from
+outside. The warm-up is a fifth of the time. Growth is the mean of the last tenth over the mean of
+the first tenth after the warm-up. When all clients are gone, the gateway's gauges (``/metrics``)
+and open files must return to their values before the first client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple, cast
 import msgspec
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.gateway_process import (
     HANDSHAKE,
     TEXT_FRAME,
@@ -348,7 +348,7 @@ def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
     return statistics.fmean(s.rss_bytes for s in samples if from_s <= s.at_s <= to_s)
 
 
-def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
+def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> PartResult:
     """Soak the gateway; the goal is that nothing leaks."""
     if minutes < 0.5:
         sys.exit("--minutes must be at least 0.5")
@@ -360,7 +360,7 @@ def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
         f"{figures.rss_end_bytes / 1e6:.1f} MB at the end: {figures.growth:+.1%} "
         f"(goal: at most {_MAX_GROWTH:.0%})"
     )
-    print(f"after the last client: {figures.settled_s:.0f} s until nothing was left of them")
+    print(f"all resources were released {figures.settled_s:.0f} s after the last client")
     for problem in figures.problems:
         print(f"PROBLEM: {problem}")
-    return Told(figures, not figures.problems)
+    return PartResult(figures, not figures.problems)

@@ -2,12 +2,11 @@
 
     python -m benchmarks.gateway --only sockets [--sockets 10000] [--seconds 20] [--json FILE]
 
-Clients in processes of their own open all sockets, which then stay idle: the growth of the
-gateway's resident memory over their number is what a connection costs. Then each asks for a
-generation that a simulated worker answers with 2 tokens/s. The text of a token is the time at which
-the worker sent it, so its latency is from the worker's publish to the arrival in the client's
-process, on the one monotonic clock of the machine. Beside it stands the raw stack: the same
-libraries with a bare handler between them (``benchmarks.support.raw_stack``).
+Client processes open all sockets, which then stay idle. The cost of a connection is the growth of
+the gateway's resident memory over their number. Then each socket requests a generation, which a
+simulated worker answers with 2 tokens/s. A token's text is its sending time at the worker. Its
+latency lasts until its arrival in the client's process, on the machine's monotonic clock. Beside it
+is the raw stack: the same libraries with a bare handler (``benchmarks.support.raw_stack``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import (
     HANDSHAKE,
@@ -130,20 +129,20 @@ class _Clients:
     async def run(self) -> None:
         """Run the steps; a message of the parent starts each, a message to it ends it."""
         places = asyncio.Semaphore(_CONNECTS_AT_ONCE)
-        await self._told()
+        await self._next_message()
         await asyncio.gather(*(self._connect(places) for _ in range(self._num_sockets)))
         self._pipe.send(len(self._sockets))
-        await self._told()
+        await self._next_message()
         await self._ask_all()
         self._pipe.send(self.num_started)
-        seconds = await self._told()
+        seconds = await self._next_message()
         probe = HealthProbe()
         probe.start()
         self._measures = True
         await asyncio.sleep(seconds)
         self._measures = False
         self._pipe.send((self._latencies_ms.tobytes(), probe.stop(), self.num_lost))
-        await self._told()
+        await self._next_message()
 
     async def _connect(self, places: asyncio.Semaphore) -> None:
         async with places:
@@ -171,13 +170,13 @@ class _Clients:
         if self.errors:
             raise ConnectionError(f"{len(self.errors)} errors, the first: {self.errors[0]!r}")
 
-    async def _told(self) -> float:
+    async def _next_message(self) -> float:
         """Wait for the parent's next message."""
-        told: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        message: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._pipe.fileno(), lambda: told.set_result(self._pipe.recv()))
+        loop.add_reader(self._pipe.fileno(), lambda: message.set_result(self._pipe.recv()))
         try:
-            return await told
+            return await message
         finally:
             loop.remove_reader(self._pipe.fileno())
             # The event loop made the pipe non-blocking, but a message may exceed its buffer.
@@ -204,10 +203,13 @@ class ClientProcesses:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    async def step(self, told: float) -> list[object]:
-        """Send ``told`` to all processes; return their answers. Raises EOFError if one has died."""
+    async def step(self, message: float) -> list[object]:
+        """Send ``message`` to all processes and return their answers.
+
+        Raises EOFError if a process has died.
+        """
         for pipe in self._pipes:
-            pipe.send(told)
+            pipe.send(message)
         return [await asyncio.to_thread(self._answer, pipe) for pipe in self._pipes]
 
     def stop(self) -> None:
@@ -270,10 +272,10 @@ async def _measure(
         cpu_s, wall_s = usage.cpu_s() - cpu_s, time.perf_counter() - start_s
     finally:
         clients.stop()
-    told = cast("list[tuple[bytes, ProcessHealth, int]]", answers)
-    if lost := sum(one[2] for one in told):
+    reports = cast("list[tuple[bytes, ProcessHealth, int]]", answers)
+    if lost := sum(one[2] for one in reports):
         raise ConnectionError(f"{name}: {lost} sockets were closed")
-    latencies = np.concatenate([np.frombuffer(one[0], dtype=np.float32) for one in told])
+    latencies = np.concatenate([np.frombuffer(one[0], dtype=np.float32) for one in reports])
     due = num_sockets * _TOKENS_PER_S * seconds
     p50, p99 = np.percentile(latencies, [50, 99])
     return SocketFigures(
@@ -286,7 +288,7 @@ async def _measure(
         tokens_per_s=len(latencies) / seconds,
         missing_share=max(0.0, 1 - len(latencies) / due),
         cpu_share=cpu_s / wall_s,
-        clients=tuple(one[1] for one in told),
+        clients=tuple(one[1] for one in reports),
     )
 
 
@@ -345,7 +347,7 @@ async def _measure_raw(
             await asyncio.wait(tasks)
 
 
-def run(sockets: int = 10_000, seconds: float = 20.0) -> Told:
+def run(sockets: int = 10_000, seconds: float = 20.0) -> PartResult:
     """Measure ``sockets`` for ``seconds``."""
     most = allow_many_files() - _SPARE_FILES
     if sockets > most:
@@ -368,4 +370,4 @@ def run(sockets: int = 10_000, seconds: float = 20.0) -> Told:
     )
     gateway = results[0]
     kept = gateway.latency_p99_ms <= _MAX_LATENCY_MS and gateway.idle_bytes <= _MAX_IDLE_BYTES
-    return Told(results, kept)
+    return PartResult(results, kept)

@@ -2,11 +2,10 @@
 
     python -m benchmarks.gateway --only tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
 
-One gateway for each way, in turn, round after round: clients ask for short answers one after the
-other, then for long ones. The figures are CPU time: of the gateway's event loop by request and by
-token, and of its other threads, one of which sends the spans. The median of the rounds is shown
-with the spread. Beside them stands what a span costs by itself: to be told, on the event loop, and
-all of it.
+Each mode has a gateway, in turns, round after round. Clients request short answers one after the
+other, then long ones. The figures are CPU time: of the gateway's event loop per request and token,
+and of its other threads, one of which sends the spans. Prints the median of the rounds with the
+spread, and the cost of a single span: its recording on the event loop, and its total.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway, sse_request
 from benchmarks.support.simulated_worker import simulated_worker
@@ -50,7 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     token_us: float
 
 
-class _Uncaring(Collector):
+class _DroppingCollector(Collector):
     """Collector that drops spans."""
 
     def take(self, body: bytes) -> None:
@@ -140,27 +139,31 @@ async def _span_us(collector: Collector) -> tuple[float, float]:
     assert tracing is not None
     context, _ = tracing.join(None)
     attributes = {f"gen_ai.attribute.{number}": number for number in range(12)}
-    begin_s, told_s = time.process_time(), 0.0
+    begin_s, recorded_s = time.process_time(), 0.0
     for _ in range(_NUM_SPANS):
         since_s = time.thread_time()
         tracing.tell(
             Span("work", context.anywhere(), context.span_id, 1, 2, SpanKind.SERVER, attributes)
         )
-        told_s += time.thread_time() - since_s
+        recorded_s += time.thread_time() - since_s
     await tracing.close()
     whole_s = time.process_time() - begin_s
-    return told_s / _NUM_SPANS * 1e6, whole_s / _NUM_SPANS * 1e6
+    return recorded_s / _NUM_SPANS * 1e6, whole_s / _NUM_SPANS * 1e6
 
 
-def run(rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = False) -> Told:
+def run(
+    rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = False
+) -> PartResult:
     """Run each load for ``seconds``; ``smoke`` is one short round."""
     num_rounds, seconds = (1, 0.5) if smoke else (rounds, seconds)
-    with _Uncaring().running() as collector:
-        told_us, whole_us = asyncio.run(_span_us(collector))
+    with _DroppingCollector().running() as collector:
+        recorded_us, whole_us = asyncio.run(_span_us(collector))
         measured = [
             _round(way, collector, clients, seconds) for _ in range(num_rounds) for way in _WAYS
         ]
-    print(f"a span: {told_us:.0f} us to tell, {whole_us:.0f} us with encoding, sending, receiving")
+    print(
+        f"a span: {recorded_us:.0f} us to record, {whole_us:.0f} us including encoding and transfer"
+    )
     rows = []
     for way in _WAYS:
         figures = [one for one in measured if one.way == way]
@@ -174,7 +177,7 @@ def run(rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = 
             )
         )
     print(table(("CPU us", "loop, a request", "threads", "loop, a token", "requests"), rows))
-    return Told(measured)
+    return PartResult(measured)
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -1,12 +1,12 @@
-"""The engine on a GPU, measured: kernels, steps, loads, beside the ceilings of the same run.
+"""The engine on a GPU: kernels, steps and loads, beside the ceilings of the same run.
 
     python -m benchmarks.gpu [--only SECTION ...] [--save PATH]
     python -m benchmarks.gpu --smoke
 
-Sections, in their order (--only takes the beginning of a name, the ceilings are always measured):
+Sections in their order (--only takes the beginning of a name; the ceilings are always measured):
 
   ceilings        bandwidth of a copy, rate of a bf16 matrix product
-  kernels         each kernel: right by a reference, its rate, its share of the ceiling
+  kernels         each kernel: checked against a reference, its rate, its share of the ceiling
   llama-3.1-8b    the engine with random weights: decode steps, prefills, loads, busy share
   qwen3-0.6b      likewise
   qwen3-8b        likewise
@@ -15,13 +15,13 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   ablation        eager, recorded graphs, overlapped steps
   quantized       products with weights of 8 and 4 bits, beside those of bf16
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
-                  streams, and steps while adapters are loaded; name it to give it time enough
-  speculation     answers of which most was predicted, with proposals and without; deterministic
-  tiles           only if it is named: tiles of the kernels beside the tiles that their tables
-                  choose; --kernels selects kernels by parts of their names
+                  streams, and steps while adapters load; by --only it has enough time
+  speculation     mostly predicted answers, with and without proposals; deterministic
+  tiles           only by --only: tiles of the kernels beside the tiles that their tables choose;
+                  --kernels selects kernels by parts of their names
 
-Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
-cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's
+Each section has a share of --minutes. Figures are written when they are measured, so an interrupted
+run keeps them. --smoke runs everything with tiny models on the CPU and kernels in Triton's
 interpreter: its figures mean nothing.
 """
 
@@ -97,7 +97,13 @@ def _run(
         left_s = deadline_s - time.monotonic()
         print(f"{section.name}: {left_s:.0f} s left", file=sys.stderr, flush=True)
         if left_s <= 0:
-            keep(Row(section=section.name, name="all of it", failure="the run's time was over"))
+            keep(
+                Row(
+                    section=section.name,
+                    name="all of it",
+                    failure="the run's time limit was reached",
+                )
+            )
             continue
         begin_s = time.monotonic()
         processes.run(
@@ -125,15 +131,23 @@ def _packages(environment: Environment) -> list[tuple[str, str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("gpu", __doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="SECTION")
-    parser.add_argument("--kernels", nargs="+", default=[], metavar="NAME", help="for tiles")
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="kernels of the section tiles, by parts of their names",
+    )
+    parser.add_argument("--smoke", action="store_true", help="run tiny sizes on the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.7, help="for all of it (default: 8.7)")
+    parser.add_argument(
+        "--minutes", type=float, default=8.7, help="limit of the run (default: 8.7)"
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--save", type=Path, nargs="?", const=_RESULT, help=f"write results/{_RESULT.name} or PATH"
     )
-    place.add_argument("--out", type=Path, help=f"a folder for {_FILE} and {_TABLE}")
+    place.add_argument("--out", type=Path, help=f"write {_FILE} and {_TABLE} to this folder")
     return parser
 
 

@@ -1,15 +1,15 @@
-"""Compile every kernel for GPUs and print what it takes of one: registers, shared memory.
+"""Compile every kernel for GPUs and print its registers and shared memory.
 
     python -m benchmarks.gpu_compile [--model NAME ...] [--formats bf16|fp8|fp32 ...] [--json]
     python -m benchmarks.gpu_compile --quantized [LAYOUT ...]
     python -m benchmarks.gpu_compile --adapters [NAME ...]
     python -m benchmarks.gpu_compile --engine
 
-The second compiles only products with quantized weights, in all or the named layouts. The third
-compiles only the products of adapters, of all or the named models. Without any option both are
-compiled as well. The last runs a whole engine of a small model as on a GPU, except for the results
-of its kernels. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more
-shared memory than there is, or is recompiled for another length of a batch.
+The second form compiles only products with quantized weights, in all or the named layouts; the
+third only products of adapters, of all or the named models. Without options both are included. The
+last form runs a whole engine of a small model as on a GPU, except for the results of its kernels.
+Needs no GPU. Fails if a kernel does not compile, spills registers, exceeds the shared memory, or is
+compiled again for another batch length.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ def main() -> int:
     parser.add_argument(
         "--adapters", nargs="*", metavar="NAME", choices=CONFIGS, help="adapters only; default: all"
     )
-    parser.add_argument("--engine", action="store_true", help="an engine instead of models")
+    parser.add_argument(
+        "--engine", action="store_true", help="compile for a whole engine instead of models"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     # Read when a kernel is defined, by the imports below.
     if os.environ.pop("TRITON_INTERPRET", "0") == "1":
-        print("TRITON_INTERPRET is ignored: what is interpreted is not compiled.", file=sys.stderr)
+        print("TRITON_INTERPRET is ignored: this benchmark compiles kernels.", file=sys.stderr)
     from benchmarks.gpu_compile.adapters import compile_adapters
     from benchmarks.gpu_compile.compiling import Compilation
     from benchmarks.gpu_compile.engine import SETTINGS, compile_engine

@@ -1,14 +1,12 @@
 """``python -m benchmarks.hosts``: streams of clients while links between hosts fail.
 
-Three hosts, which are network namespaces of this machine (it takes root and ``ip``): on each a
-nats-server of one cluster that keeps three copies, a gateway, a scheduler, and a worker with a
-simulated engine. Clients outside stream chats with an ``Idempotency-Key`` over all gateways. In
-each round the link of a host is down for a while, and comes back; or two hosts do not see each
-other, while the third and the clients see both.
+Three hosts are network namespaces of this machine (needs root and ``ip``). Each has a nats-server
+of one cluster with three copies, a gateway, a scheduler, and a worker with a simulated engine.
+Clients outside stream chats with an ``Idempotency-Key`` over all gateways. In each round a host's
+link is down for a while, or two hosts are separated while the third and the clients reach both.
 
-Of each round it checks that each stream is whole (all tokens, ``[DONE]``) and that its key gives
-the same answer again. It prints the longest silence of the streams of hosts that the event left
-alone, and of the others.
+Each round checks that each stream is whole (all tokens, ``[DONE]``) and that its key gives the same
+answer again. Prints the longest silence of streams on unaffected hosts, and of the others.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import httpx
 import msgspec
 import yaml
 
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.bus import nats
 from millrace.bus.nats.permissions import Part
 from millrace.runtime.binaries import nats_server_path, redis_server_path
@@ -205,7 +203,7 @@ def run(
     streams: int = 30,
     tokens: int = 250,
     logs: Path | None = None,
-) -> Told:
+) -> PartResult:
     """Run each event of ``only`` for ``for_s``; ``logs`` is a folder for the parts' logs."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"hosts: no such event: {', '.join(sorted(unknown))}")
@@ -218,7 +216,7 @@ def run(
             )
     except NoNetworkError as error:
         sys.exit(f"hosts: no network can be made here: {error}")
-    return Told(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
+    return PartResult(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
 
 
 async def _run(

@@ -2,12 +2,12 @@
 
   python -m benchmarks.kv [--only PART ...]
 
-prefix  throughput by hit rate beside no cache, and TTFT of what is cached
-host    bringing blocks back from host memory, beside a plain copy
-disk    bringing them back from disk after a restart; with --stores from an object store, too
-pull    having blocks of another worker, by mapped memory, by TCP and by NIXL
-drain   how long streams stand still when their worker drains
-roles   streams beside long prompts, with workers for prompts apart and without
+prefix  throughput by hit rate beside no cache, and TTFT of cached prompts
+host    reload of blocks from host memory, beside a plain copy
+disk    reload of blocks from disk after a restart; with --stores also from an object store
+pull    pull of another worker's blocks, by mapped memory, by TCP and by NIXL
+drain   gaps in streams when their worker drains
+roles   streams beside long prompts, with and without prefill workers
 """
 
 import sys

@@ -1,17 +1,17 @@
-"""Time to bring an idle conversation's blocks back from disk or from an object store.
+"""Time to reload an idle conversation's blocks from disk or from an object store.
 
     python -m benchmarks.kv --only disk [--tokens 4096] [--folder DIR] [--stores] [--save]
 
   file     blocks of a cache with the shape of an 8B Llama's in bfloat16, read into host memory with
-           their checksums, from the disk and from the system's page cache, beside reading as many
-           bytes of a file in one piece
-  engine   the first token of a prompt of so many tokens whose blocks an engine before had left on
+           their checksums, from the disk and from the system's page cache; beside one read of a
+           file with as many bytes
+  engine   the first token of a prompt of ``--tokens`` tokens whose blocks an earlier engine left on
            disk, beside computing it: a Llama of 100M parameters with random weights
-  stores   with --stores: the same by an engine that has never met the prompt, whose blocks another
-           has left in an object store: a folder, and an S3 server on this machine, which is written
-           in Python and shares its cores
+  stores   with --stores: the same by an engine that never met the prompt, whose blocks another
+           engine left in an object store: a folder, and a local S3 server in Python that shares the
+           machine's cores
 
-The goal: 4,096 tokens come back within 80 ms.
+The goal: 4,096 tokens are back within 80 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import measured_model
 from millrace.schemas.config import EngineConfig
@@ -270,7 +270,7 @@ def run(
     stores: bool = False,
     model: Path | None = None,
     threads: int = 0,
-) -> Told:
+) -> PartResult:
     """Use files in ``folder``; report the median of ``repeats``; 0 threads means all cores."""
     with tempfile.TemporaryDirectory(dir=folder) as made, measured_model(model, threads) as path:
         folder = Path(made)
@@ -301,4 +301,4 @@ def run(
             f"objects: {store.found_ms:.0f} ms, looked for in vain {store.absent_ms:.0f} ms, "
             f"computed {store.computed_ms:.0f} ms; written within {store.written_ms:.0f} ms"
         )
-    return Told(result, file="disk_reload_stores.json" if stores else "disk_reload.json")
+    return PartResult(result, file="disk_reload_stores.json" if stores else "disk_reload.json")

@@ -1,10 +1,10 @@
-"""Time to bring an idle conversation's blocks back from host memory.
+"""Time to reload an idle conversation's blocks from host memory.
 
     python -m benchmarks.kv --only host [--tokens 4096]
 
 The cache has the shape of an 8B Llama's in bfloat16: 32 layers, 8 key heads of 128. Blocks are
-copied out and in as the engine does, lying side by side and scattered, beside one plain copy of as
-many bytes. The goal: 4,096 tokens come back within 50 ms, memory bandwidth allowing.
+copied out and in as by the engine, contiguous and scattered, beside one plain copy of as many
+bytes. The goal: 4,096 tokens are back within 50 ms, if memory bandwidth permits.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     python -m benchmarks.kv --only drain [--streams 20] [--tokens 2000] [--save]
     python -m benchmarks.kv --only roles --tokens 8000 --beside 16 --save
 
-  drain   so many streams with contexts of so many tokens are on one of two workers, which is then
-          drained: the longest time for which each stands still, less what the longest gap of one
-          was undisturbed, p50 and p99; with blocks that move, and without (engine.transfer: false)
-  roles   six prompts of so many tokens enter one after the other beside 8 streams, which make a
-          quarter as many tokens: a prefill worker and a decode worker, against two workers of both
+  drain   ``--streams`` streams with contexts of ``--tokens`` tokens run on one of two workers,
+          which is then drained. The figure is each stream's longest gap, less the longest
+          undisturbed gap, p50 and p99; with moved blocks and without (engine.transfer: false)
+  roles   six prompts of ``--tokens`` tokens enter one after the other beside 8 streams, which make
+          a quarter as many tokens, on a prefill and a decode worker, and on two workers of both
           roles: the streams' gaps p99, the prompts' TTFT p50
 
-A Llama of 100M parameters with random weights; the workers share the cores of one machine, which
-those of a cluster do not. The goals: 60 and 150 ms; 0.4 and 1.2 times.
+The model is a Llama of 100M parameters with random weights. The workers share the cores of one
+machine, unlike those of a cluster. The goals: 60 and 150 ms; 0.4 and 1.2 times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import httpx
 import msgspec
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, write_llama
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.machine_rates import cpu_name
 from tests.support.system import System
@@ -196,7 +196,7 @@ async def _beside_prompts(system: System, num_tokens: int, num_beside: int) -> R
     )
 
 
-def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
+def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> PartResult:
     """Drain with ``tokens`` in each context."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -205,10 +205,10 @@ def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
             with _system(model, "--workers", "2", transfer=transfer) as system:
                 found[name] = asyncio.run(_drain(system, streams, tokens))
             print(f"drain, {name}: {found[name]}", flush=True)
-    return Told(Results(cpu=cpu_name(), streams=streams, tokens=tokens, systems=found))
+    return PartResult(Results(cpu=cpu_name(), streams=streams, tokens=tokens, systems=found))
 
 
-def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
+def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> PartResult:
     """Measure ``beside`` streams beside prompts of ``tokens`` tokens."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -217,4 +217,4 @@ def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
             with _system(model, "--workers", workers) as system:
                 found[name] = asyncio.run(_beside_prompts(system, tokens, beside))
             print(f"roles, {name}: {found[name]}", flush=True)
-    return Told(Results(cpu=cpu_name(), streams=beside, tokens=tokens, systems=found))
+    return PartResult(Results(cpu=cpu_name(), streams=beside, tokens=tokens, systems=found))

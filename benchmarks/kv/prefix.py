@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv --only prefix [--rounds 5]
 
-Prompts share their first part, which an earlier request has left in the cache. An engine with the
-cache and one without get the same prompts in turn, and the ratio of each pair counts. The goals: at
-no hit less than 1 % slower, at 75 % hit at least 2.5 times the throughput.
+Prompts share their first part, which an earlier request left in the cache. An engine with the cache
+and one without get the same prompts in turn; the figure is the ratio of each pair. The goals: less
+than 1 % slower without hits, at least 2.5 times the throughput at 75 % hits.
 """
 
 from __future__ import annotations

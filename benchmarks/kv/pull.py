@@ -2,16 +2,16 @@
 
     python -m benchmarks.kv --only pull [--tokens 4096] [--save]
 
-  blocks   those of so many tokens, of a 100M and an 8B Llama's shape in bfloat16, pulled from
-           another process: its memory mapped, by TCP with checksums, and read by NIXL, whose UCX
-           takes what shared memory there is, or is made to take TCP; beside a plain copy of as many
-           bytes in the same run, by one thread. The other process has an engine's cache, tables and
-           server, but no model: it lends what it is asked for as an engine at rest does. From a
-           group of two ranks, mapped too, they are re-sliced for one
-  engine   the first token of a prompt of so many tokens whose blocks another worker's engine has,
-           beside computing it: a Llama of 100M parameters with random weights, two processes
+  blocks   blocks of ``--tokens`` tokens, in the shapes of a 100M and an 8B Llama in bfloat16,
+           pulled from another process: by mapped memory, by TCP with checksums, and by NIXL, whose
+           UCX uses shared memory if there is any, or only TCP; beside a plain copy of as many bytes
+           by one thread. The other process has an engine's cache, tables and server, but no model,
+           and serves blocks like an idle engine. Blocks of a group of two ranks, also mapped, are
+           re-sliced for one rank
+  engine   the first token of a prompt of ``--tokens`` tokens whose blocks another worker's engine
+           has, beside computing it: a Llama of 100M parameters with random weights, two processes
 
-The goals: 70 % of the plain copy, and 0.35 of the time to compute.
+The goals: 70 % of the plain copy's rate, and 0.35 of the time to compute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import msgspec
 
 from benchmarks.checkpoints import LLAMA_8B, LLAMA_100M, LlamaShape
 from benchmarks.kv.host import BLOCK_TOKENS, cache_of
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import measured_model
 from benchmarks.support.processes import SPAWN
@@ -280,7 +280,9 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
     )
 
 
-def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0) -> Told:
+def run(
+    tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0
+) -> PartResult:
     """Report the median of ``repeats``; 0 threads means all cores."""
     with measured_model(model, threads) as path:
         result = Result(
@@ -299,4 +301,4 @@ def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads
         f"{engine.pulled_ms:.0f} ms, computed {engine.computed_ms:.0f} ms: "
         f"{engine.pulled_ms / engine.computed_ms:.2f}"
     )
-    return Told(result, file="kv_transfer.json")
+    return PartResult(result, file="kv_transfer.json")

@@ -1,9 +1,9 @@
-"""Model over several ranks or stages.
+"""A model over several ranks or stages.
 
   python -m benchmarks.parallel [--only PART ...]
 
 ranks  a 100M Llama on one rank, two ranks and two stages, each with one thread
-steps  nothing is measured: the step of a 70B and a 405B model over several H200, by formulas
+steps  no measurement: the step of a 70B and a 405B model over several H200, by formulas
 """
 
 import sys

@@ -303,7 +303,7 @@ MOST_SLOTS = 256
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Same step by ``millrace simulate``, for a worker with as many slots, and with the most."""
+    """Same step by ``millrace simulate``, for a worker with as many slots, and with the maximum."""
 
     batch: int
     context: int

@@ -3,13 +3,17 @@
     python -m benchmarks.parallel --only ranks [--ranks 2] [--rounds 3] [--beside 0] [--save]
 
 One rank, a group of ranks and a pipeline of as many stages are measured in turns, each start in a
-process of its own, with one, 8 and 32 streams and with prompts of 512 tokens; printed is the median
-of the rounds. Beside them stand what the ranks exchange in a step and how long rank 0 waits for the
-others in it (the difference between their speeds included), the same group over Gloo in place of
-shared memory, the same stages of which all but the first are joined by TCP over loopback, and the
-memory that a rank takes while it loads its share and afterwards, against that share. The limit of
-two ranks is half of the time of one, for as long as the cores' common way to memory gives each what
-one alone has of it.
+separate process, with one, 8 and 32 streams and with prompts of 512 tokens. Prints the median of
+the rounds, and beside it:
+
+  - the ranks' exchanges in a step, and rank 0's wait for the others (including the difference
+    between their speeds);
+  - the same group over Gloo instead of shared memory;
+  - the same stages, all but the first joined by TCP over loopback;
+  - a rank's memory while it loads its share and afterwards, against that share.
+
+Two ranks take at least half of one rank's time, if each core's memory bandwidth stays the same when
+both read.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import busy_processes, in_new_process, remote_stages
 from millrace.engine.threads.choice import configure_threads
@@ -113,14 +117,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[Memory]
 
 
-def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> Told:
+def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> PartResult:
     """Measure in turns, beside ``beside`` processes that use a core each."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m")
         with busy_processes(beside, niceness=0):
             figures = _measure(checkpoint, ranks, rounds)
     print(_report(figures))
-    return Told(figures, file="parallel.json")
+    return PartResult(figures, file="parallel.json")
 
 
 def _measure(checkpoint: Path, ranks: int, rounds: int) -> Figures:

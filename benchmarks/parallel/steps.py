@@ -2,10 +2,9 @@
 
     python -m benchmarks.parallel --only steps [--save]
 
-No group of GPUs was run: everything here is derived. The tables are those of
-docs/parallel-steps.md, which has the formulas. A Llama 3.1 70B is computed by 4
-devices of one host, a 405B by 8 of each of two hosts, one behind the other.
-The last table has the same steps by ``millrace simulate``.
+No group of GPUs was run: all figures are derived. The tables are those of docs/parallel-steps.md,
+which has the formulas. 4 devices of one host compute a Llama 3.1 70B. A 405B runs on 8 devices of
+each of two hosts, as two stages. The last table has the same steps by ``millrace simulate``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from benchmarks.parallel.formulas import (
     simulated,
     step_of,
 )
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 
 FILE = "parallel_steps.json"
 _BATCHES = (1, 8, 32, 64, 128, 256)
@@ -146,9 +145,9 @@ def _simulated_table(found: Sequence[Simulated]) -> list[str]:
     return _table(names, rows)
 
 
-def run() -> Told:
+def run() -> PartResult:
     """Print the tables, as Markdown."""
     found = results()
     for title, lines in tables(found):
         print(f"{title}:\n\n" + "\n".join(lines) + "\n")
-    return Told(found, file=FILE)
+    return PartResult(found, file=FILE)

@@ -34,7 +34,7 @@ from benchmarks.peers.loads import (
 )
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.peers.servers import measure_server, millrace, vllm
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.model import write_100m
 from benchmarks.support.processes import in_new_process
 
@@ -84,7 +84,7 @@ def run(
     vllm_python: Path | None = None,
     vllm_cores: str = "auto",
     url: Sequence[str] = (),
-) -> Told:
+) -> PartResult:
     """Run the comparison and report the medians of ``runs``.
 
     ``load`` is a part of the names of the loads to run. ``checkpoint`` replaces a new one.
@@ -115,7 +115,7 @@ def run(
         print("\n" + "\n".join(table(one_load, report)))
     for system, reason in report.failures.items():
         print(f"\n{system} failed: {reason}", file=sys.stderr)
-    return Told(report.content(), not report.failures)
+    return PartResult(report.content(), not report.failures)
 
 
 if __name__ == "__main__":

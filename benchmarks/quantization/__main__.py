@@ -2,14 +2,14 @@
 
     python -m benchmarks.quantization [--only PART ...] [--save]
 
-The model of the speeds is a Llama of 100M parameters with random weights, the load closed loops of
-1, 8 and 32 streams, 128 tokens in and 64 out; each system is measured alone, the median of several
+Speeds are of a Llama of 100M parameters with random weights, under closed loops of 1, 8 and 32
+streams, 128 tokens in and 64 out. Each system is measured alone; figures are medians of several
 runs after a warm-up:
 
   served   ``millrace up --quantization int8`` and ``int4``, and llama.cpp's server (`make engines`)
            with the same weights in q8_0 and q4_0, over HTTP by one client; started in turns
   engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
-           step of one stream reads its weights beside what the machine reads at best
+           step of one stream reads its weights, beside the machine's best read rate
   quality  exact answers of the demo model to held-out questions
   logits   the largest error of logits beside the same quantized weights in float64
 """
@@ -38,7 +38,7 @@ from benchmarks.quantization.engine import (
     measure_logits,
     measure_quality,
 )
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.machine_rates import cpu_name, machine_rates
 from benchmarks.support.processes import in_new_process
@@ -155,12 +155,12 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> PartResult:
     """Report the medians of ``runs`` rounds."""
     with tempfile.TemporaryDirectory() as folder:
         result = _measure(only, runs, Path(folder))
     print("\n".join(_lines(result)))
-    return Told(result)
+    return PartResult(result)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,16 @@
 
   python -m benchmarks.scheduler [--only PART ...]
 
-queue       publish to pull and the relay of frames beside bare nats-py; what many lines cost
+queue       publish to pull and the relay of frames beside bare nats-py; cost of many tenant queues
 dispatch    publish to worker receipt through the scheduler, and its rate with a backlog
 neighbours  shares of backlogged tenants beside VTC's bound, the TTFT of quiet tenants
-replicas    shares by two schedulers and two doors while a scheduler is killed
+replicas    shares by two schedulers and two publishers while a scheduler is killed
 backlog     the first job behind another tenant's 100,000
-lines       how 3,000 jobs end that a tenant's service publishes at once, with the demo model
+lines       endings of 3,000 jobs that a tenant's service publishes at once, with the demo model
 preemption  the first token of enterprise requests on a worker that is full of free streams
 prediction  the predicted first token beside the actual one, in virtual time
-affinity    workers chosen by their caches beside workers chosen by load
-cancel      from the publishing of a cancel until the request's blocks are free
+affinity    routing by prefix cache beside routing by load
+cancel      time from a published cancel until the request's blocks are free
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""``affinity``: workers chosen by their caches beside workers chosen by load.
+"""``affinity``: routing by prefix cache beside routing by load.
 
-On real servers with one scheduler process and eight simulated workers. Conversations share one of a
-few system prompts and grow by each turn; between turns somebody reads. The same conversations run
+Real servers run one scheduler process and eight simulated workers. Conversations share one of a few
+system prompts and grow by each turn, with reading pauses between turns. The same conversations run
 on a fresh system with each policy, at a load within capacity and at a load above it. The ceiling of
-the hit rate is the share that conversations repeat, which is printed beside the rate. The ceiling
+the hit rate is the share of prompts that conversations repeat, printed beside the rate. The ceiling
 of the token rate is that of engines whose prompts cost nothing.
 """
 
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
@@ -77,7 +77,7 @@ class _Result(NamedTuple):
 
 
 class _Conversations:
-    """Clients that keep a number of conversations going, and replace each that ends."""
+    """Clients that keep a number of conversations running, and replace ended conversations."""
 
     def __init__(self, service: Service, load: _Load) -> None:
         self.answers: list[Answer] = []
@@ -155,8 +155,8 @@ def _print(load: _Load, policy: _Policy, result: _Result) -> None:
 
 
 async def _measure(loads: Sequence[_Load], duration_s: float, rounds: int) -> bool:
-    """Return whether affinity cost no throughput, found more, and answered sooner."""
-    kept = True
+    """Return whether affinity cost no throughput, raised the hit rate and lowered TTFT."""
+    all_met = True
     print(
         f"{_NUM_WORKERS} workers, {_NUM_SYSTEM_PROMPTS} system prompts of {_SYSTEM_TOKENS} tokens"
     )
@@ -174,19 +174,19 @@ async def _measure(loads: Sequence[_Load], duration_s: float, rounds: int) -> bo
             f"{affine.ttft_mean_ms / plain.ttft_mean_ms:.2f}, throughput {ratio:.3f} (goal: at "
             f"least {_WORST_THROUGHPUT})"
         )
-        kept = kept and ratio >= _WORST_THROUGHPUT and affine.hit >= plain.hit
+        all_met = all_met and ratio >= _WORST_THROUGHPUT and affine.hit >= plain.hit
     print(f"ceiling, if prompts cost nothing: {_ceiling_tokens_per_s():,.0f} tokens/s")
-    return kept
+    return all_met
 
 
 def _median(results: Sequence[_Result]) -> _Result:
     return _Result(*(statistics.median(values) for values in zip(*results, strict=True)))
 
 
-def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> Told:
+def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> PartResult:
     """Run each load for ``seconds``; report the median of ``rounds``."""
     loads: Sequence[_Load] = _LOADS
     if smoke:
         loads, seconds, rounds = [_Load("smoke", 8, 0.1)], 2.0, 1
     measuring = asyncio.wait_for(_measure(loads, seconds, rounds), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))

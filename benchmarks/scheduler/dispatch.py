@@ -1,11 +1,11 @@
 """``dispatch``: latency and rate that the scheduler adds between the queue and a worker.
 
-On a real nats-server with one scheduler process and workers that take everything at once: the time
-from publish to a worker's receipt when there is room, at a modest rate of random arrivals, and
-dispatches per second while there is a backlog, each with one tenant and with many; the first job of
-a tenant, for which the server makes a consumer, is timed for itself. Beside them, in
-the same run, what JetStream alone needs from publish to a pulling consumer at that rate, and how
-fast one consumer pulls and acknowledges, by bare nats-py.
+A real nats-server runs with one scheduler process and workers that accept everything at once.
+Measured with one tenant and with many: the time from publish to a worker's receipt when there is
+room, at a modest rate of random arrivals, and dispatches per second with a backlog. A tenant's
+first job, for which the server makes a consumer, is timed separately. Beside them, in the same run,
+is JetStream alone by bare nats-py: the time from publish to a pulling consumer at that rate, and
+the rate at which one consumer pulls and acknowledges.
 
 Dispatches per second of one core are dispatches over the scheduler's CPU time: its rate if it never
 waited for the other processes, which share the machine's cores.
@@ -23,7 +23,7 @@ import uvloop
 from nats.js.api import ConsumerConfig, StreamConfig
 
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from millrace.bus import nats
@@ -169,7 +169,7 @@ def _print_latency(what: str, latencies_ms: list[float]) -> tuple[float, float]:
 
 async def _measure(requests: int, rate: float, backlog: int, tenants: int) -> bool:
     """Return whether all goals were met."""
-    kept = True
+    all_met = True
     async with simulated_system(num_schedulers=0) as system:
         url = system.config.nats.url
         bare = _Bare(url, bytes(700))
@@ -196,7 +196,7 @@ async def _measure(requests: int, rate: float, backlog: int, tenants: int) -> bo
         for count in (1, tenants):
             latencies_ms = await _latencies_ms(service, sinks, requests, rate, count)
             p50, p99 = _print_latency(f"Millrace, {count} tenants", latencies_ms)
-            kept = kept and p50 <= _GOAL_P50_MS and p99 <= _GOAL_P99_MS
+            all_met = all_met and p50 <= _GOAL_P50_MS and p99 <= _GOAL_P99_MS
         print(f"  goals: p50 {_GOAL_P50_MS:g} ms, p99 {_GOAL_P99_MS:g} ms")
         print(f"dispatches, a backlog of {backlog} jobs, {_NUM_WORKERS} workers")
         print(f"  {'JetStream alone: pull and acknowledge':<44} {bare_rate:8.0f} /s")
@@ -206,11 +206,11 @@ async def _measure(requests: int, rate: float, backlog: int, tenants: int) -> bo
                 f"  {f'Millrace, {count} tenants':<44} {found.per_s:8.0f} /s   "
                 f"{found.per_core_s:.0f} /s of one core ({found.cpu_us:.0f} us each)"
             )
-            kept = kept and found.per_core_s >= _GOAL_PER_S
+            all_met = all_met and found.per_core_s >= _GOAL_PER_S
         print(f"  goal: {_GOAL_PER_S} /s of one core")
         await sinks.close()
         await sink_bus.close()
-    return kept
+    return all_met
 
 
 def run(
@@ -219,12 +219,12 @@ def run(
     backlog: int = 10_000,
     tenants: int = 200,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Measure latency by ``requests`` at ``rate`` jobs a second, and rates by ``backlog``."""
     if smoke:
         requests, backlog, tenants = 50, 200, 10
     measuring = asyncio.wait_for(_measure(requests, rate, backlog, tenants), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))
 
 
 _HEARTBEAT_S = 0.5

@@ -1,19 +1,20 @@
 """``neighbours``, ``replicas`` and ``backlog``: effect of one tenant's load on others.
 
-It uses real servers with a scheduler process and simulated workers. First a few quiet tenants run
-alone: they ask, read the answer and ask again. Then they run beside three backlogged tenants, of
-which one asks for ten times as much as another, and one sends requests four times as large. The
-service of each backlogged tenant is measured: a token of a prompt counts 1, a generated token 2.
-The gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
-"Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
-Equal shares are what a perfect scheduler gives.
+Real servers run a scheduler process and simulated workers.
 
-Then shares by replicas: two schedulers, and two doors by which jobs are published. All clients of
-one tenant use one door and ask for four times as much as the other's, who use both; one scheduler
-is killed (``kill -9``) meanwhile and comes back. A system whose counters of service are each
-process's own ends at shares like the load's; equal ones are what one scheduler gives.
+``neighbours``: a few quiet tenants run alone: they ask, read the answer and ask again. Then they
+run beside three backlogged tenants, of which one sends ten times as many requests as another, and
+one sends requests four times as large. The service of each backlogged tenant is measured: a prompt
+token counts 1, a generated token 2. The gap between any two of them, over any part of the time, has
+the bound of VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): twice the
+weight of the work that runs at a time. A perfect scheduler gives equal shares.
 
-At last one tenant has a backlog of many jobs, and the wait of the first job of each of several
+``replicas``: two schedulers, and two publishers. All clients of one tenant use one publisher and
+send four times as many requests as the other tenant's, which use both. Meanwhile one scheduler is
+killed (``kill -9``) and restarted. If each process counted service alone, shares would follow the
+load. One scheduler gives equal shares.
+
+``backlog``: one tenant has a backlog of many jobs. The wait of the first job of each of several
 other tenants behind it is compared with the wait on an idle system.
 """
 
@@ -30,7 +31,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus import nats
@@ -79,9 +80,9 @@ _BACKLOGGED = (
     _Load("steady", 32.0, 64, 32),
     _Load("large", 8.0, 256, 128),
 )
-# Both tenants ask for more than half of the capacity; one asks for four times as much at its door
-# as the other at both doors together.
-_AT_DOORS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
+# Both tenants ask for more than half of the capacity. One sends four times as many requests to its
+# publisher as the other to both publishers together.
+_REPLICA_LOADS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
 
 
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
@@ -194,35 +195,35 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
         print(
             f"  {load.tenant:<8}{asks:<26}{share:6.1%} of the work (equal: {1 / len(gained):.1%})"
         )
-    print(f"  fewest jobs that one of them had waiting: {watch.fewest_waiting}")
+    print(f"  fewest waiting jobs of a backlogged tenant: {watch.fewest_waiting}")
     print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
     print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
-    print(f"  TTFT of the quiet alone:  {p50_p99(alone_ms, '7.1f')}")
-    print(f"  TTFT of the quiet beside: {p50_p99(beside_ms, '7.1f')}")
-    print(f"  p99 {ratio:.2f} times that of alone (goal: at most {_TTFT_GOAL})")
+    print(f"  TTFT of quiet tenants alone:  {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT of quiet tenants beside: {p50_p99(beside_ms, '7.1f')}")
+    print(f"  p99 beside over p99 alone: {ratio:.2f} (goal: at most {_TTFT_GOAL})")
     backlogged = watch.fewest_waiting > 0
     if not backlogged:
-        print("  one of them was not backlogged all the time: shares and gap say nothing")
+        print("  a tenant was not always backlogged: shares and gap are invalid")
     return backlogged and jain >= _JAIN_GOAL and gap <= bound and ratio <= _TTFT_GOAL
 
 
 async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
     """Return whether the goals were met; each phase takes a third of ``duration_s``."""
-    other = await nats.connect(system.config.nats, "another door", part=Part.SCHEDULER)
+    other = await nats.connect(system.config.nats, "another publisher", part=Part.SCHEDULER)
     try:
-        doors = [
-            Service(bus, _OUTPUT_WEIGHT, reply=f"door-{number}")
+        publishers = [
+            Service(bus, _OUTPUT_WEIGHT, reply=f"publisher-{number}")
             for number, bus in enumerate((system.bus, other), start=1)
         ]
-        for door in doors:
-            await door.open()
-        shares = await _shares_of_phases(system, doors, duration_s)
+        for publisher in publishers:
+            await publisher.open()
+        shares = await _shares_of_phases(system, publishers, duration_s)
     finally:
         await other.close()
-    at_one_door, at_each_door = (load.per_s for load in _AT_DOORS)
-    per_s = f"{at_one_door:g}/s at one door, {2 * at_each_door:g}/s at both"
-    print(f"two schedulers, two doors; {per_s}; {duration_s:g} s")
-    bound = vtc_bound(_AT_DOORS)
+    at_one_publisher, at_each_publisher = (load.per_s for load in _REPLICA_LOADS)
+    per_s = f"{at_one_publisher:g}/s at one publisher, {2 * at_each_publisher:g}/s at both"
+    print(f"two schedulers, two publishers; {per_s}; {duration_s:g} s")
+    bound = vtc_bound(_REPLICA_LOADS)
     gaps = [abs(at_one - at_both) for at_one, at_both in shares]
     for phase, gap, (at_one, at_both) in zip(_PHASES, gaps, shares, strict=True):
         share = at_one / max(at_one + at_both, 1e-9)
@@ -236,20 +237,23 @@ async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
 
 
 async def _shares_of_phases(
-    system: SimulatedSystem, doors: Sequence[Service], duration_s: float
+    system: SimulatedSystem, publishers: Sequence[Service], duration_s: float
 ) -> list[tuple[float, float]]:
     """Return the work given to each of the two tenants in each phase."""
-    prompts, tenants = random.Random(7), [load.tenant for load in _AT_DOORS]
+    prompts, tenants = random.Random(7), [load.tenant for load in _REPLICA_LOADS]
     warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
-    at_one, at_both = _AT_DOORS
-    ways = [(doors[0], at_one), (doors[0], at_both), (doors[1], at_both)]
+    at_one, at_both = _REPLICA_LOADS
+    ways = [(publishers[0], at_one), (publishers[0], at_both), (publishers[1], at_both)]
     offering = [
-        asyncio.create_task(_offer(door, prompts, load, warm_up_s + duration_s))
-        for door, load in ways
+        asyncio.create_task(_offer(publisher, prompts, load, warm_up_s + duration_s))
+        for publisher, load in ways
     ]
 
     def served() -> list[float]:
-        return [sum(door.charged.get(tenant, 0.0) for door in doors) for tenant in tenants]
+        return [
+            sum(publisher.charged.get(tenant, 0.0) for publisher in publishers)
+            for tenant in tenants
+        ]
 
     await asyncio.sleep(warm_up_s)
     seen = [served()]
@@ -291,25 +295,27 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
     return True
 
 
-def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1) -> Told:
+def _run_part(
+    part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1
+) -> PartResult:
     """Run a part on a system of its own, and report whether it met its goals."""
 
     async def measure() -> bool:
         async with simulated_system(_NUM_WORKERS, num_schedulers, worker=_WORKER) as system:
             return await part(system)
 
-    return Told(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
+    return PartResult(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
 
 
-def neighbours(seconds: float = 60.0, smoke: bool = False) -> Told:
+def neighbours(seconds: float = 60.0, smoke: bool = False) -> PartResult:
     """Run each load for ``seconds``."""
-    return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
+    return _run_part(lambda system: _neighbours(system, 2.0 if smoke else seconds))
 
 
-def replicas(seconds: float = 60.0, smoke: bool = False) -> Told:
-    return _kept(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
+def replicas(seconds: float = 60.0, smoke: bool = False) -> PartResult:
+    return _run_part(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
 
 
-def backlog(backlog: int = 100_000, smoke: bool = False) -> Told:
+def backlog(backlog: int = 100_000, smoke: bool = False) -> PartResult:
     """Give one tenant ``backlog`` jobs."""
-    return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))
+    return _run_part(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

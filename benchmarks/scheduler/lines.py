@@ -1,13 +1,13 @@
-"""``lines``: ends of jobs that services publish all at once.
+"""``lines``: endings of jobs that services publish all at once.
 
-On real servers with a scheduler process and the demo model on Millrace's own engine, with default
-limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
-another tenant asks for one answer after the other, as a gateway publishes it, and its first tokens
-are timed. A part is run for each tier that is named. With ``--tenants`` the jobs are those of so
-many tenants, whose lines a scheduler keeps at the same time.
+Real servers run a scheduler process and the demo model on Millrace's own engine, with default
+limits. A tenant's service publishes all its jobs, which are counted by their endings. Meanwhile
+another tenant sends one request after the other, as a gateway publishes it, and its first tokens
+are timed. A part runs for each named tier. With ``--tenants``, the jobs belong to that many
+tenants, whose queues a scheduler keeps at the same time.
 
-Tenants are of the tier ``--tenants-tier``, whose limits hold: with ``pro``, 600 requests a minute
-admit 3,000 jobs within about four minutes.
+The limits are those of the tier ``--tenants-tier``: in ``pro``, 600 requests a minute admit 3,000
+jobs within about four minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
@@ -42,7 +42,7 @@ _TTFT_GOAL_MS = 1_000.0
 
 
 class LineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one part: ends of jobs, seconds since the first publish, and the other's TTFT."""
+    """Result of one part: endings of jobs, seconds since the first publish, other tenant's TTFT."""
 
     tier: Tier
     tenants_tier: Tier
@@ -59,7 +59,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a run and the CPU that it ran on. ``load_average`` is the kernel's figure for
+    """Figures of a run, and the CPU that it ran on. ``load_average`` is the kernel's figure for
     the last minute of the run. Above ``num_cores``, other processes used the cores, too."""
 
     cpu: str
@@ -158,7 +158,7 @@ def _tell(line: LineResult) -> None:
     goal = f"(goal: at most {_TTFT_GOAL_MS:.0f} ms)"
     print(f"  first token of another tenant: {ttft}   max {line.other_ttft_max_ms:7.1f} ms {goal}")
     cpu_ms = f"{line.scheduler_cpu_ms_per_job:.2f} ms a job"
-    print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
+    print(f"  CPU time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
 
 
 def _is_kept(lines: Sequence[LineResult]) -> bool:
@@ -179,7 +179,7 @@ def run(
     tenants: int = 1,
     engine: Literal["real", "simulated"] = "real",
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Publish the jobs; the goals are that all are done and the other tenant does not wait."""
     if smoke:
         jobs, engine = 100, "simulated"
@@ -203,4 +203,4 @@ def run(
         load_average=os.getloadavg()[0],
         lines=lines,
     )
-    return Told(results, _is_kept(lines), "scheduler/job_lines.json")
+    return PartResult(results, _is_kept(lines), "scheduler/job_lines.json")

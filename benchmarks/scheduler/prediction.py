@@ -1,11 +1,11 @@
 """``prediction``: the predicted first token compared with the actual one.
 
-The real scheduler in virtual time, as ``millrace simulate`` has it, with simulated workers: the
-figures do not depend on the machine. Each load makes requests wait. Like a gateway, every request
-records the scheduler's latest prediction of its tenant's first token when it is sent. The figure is
-the factor, up or down, by which that is wrong, for requests that were predicted to wait, or waited,
-at least a second. The lengths of answers are unknown, so no prediction is exact: they are drawn
-evenly from a half to one and a half of a mean.
+The real scheduler runs in virtual time with simulated workers, as in ``millrace simulate``, so the
+figures do not depend on the machine. Each load makes requests wait. When it is sent, every request
+records the scheduler's latest prediction of its tenant's first token, like a gateway. The figure is
+the factor, up or down, between prediction and result, for requests with a predicted or actual wait
+of at least a second. No prediction is exact, because answers have unknown lengths: drawn evenly
+from a half to one and a half of a mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile, table
 from millrace.schemas.config import (
     Config,
@@ -168,17 +168,17 @@ def run_load(load: Load, seconds: float) -> Accuracy:
     return accuracy_of(outcomes, seconds)
 
 
-def run(seconds: float = 120.0) -> Told:
+def run(seconds: float = 120.0) -> PartResult:
     """Run each load for ``seconds`` of virtual time."""
     rows = []
-    kept = True
+    all_met = True
     for load in LOADS:
         found = run_load(load, seconds)
         p50, p99 = percentile(found.ratios, 0.5), percentile(found.ratios, 0.99)
         factors = (f"{factor:.2f}" for factor in (p50, found.p90, p99))
         wait = f"{found.mean_wait_s:.1f}"
         rows.append((load.name, f"{len(found.ratios)}", wait, *factors, f"{found.num_unknown}"))
-        kept = kept and found.p90 <= _RATIO_GOAL
+        all_met = all_met and found.p90 <= _RATIO_GOAL
     print(table(("load", "waited", "mean s", "wrong by p50", "p90", "p99", "unknown"), rows))
     print(f"goal: p90 at most {_RATIO_GOAL}")
-    return Told(None, kept)
+    return PartResult(None, all_met)

@@ -1,11 +1,11 @@
 """``preemption``: wait of an enterprise request behind free streams.
 
-On real servers with one scheduler process and one simulated worker. Free tenants keep more streams
-waiting than the worker has slots, all the time; an enterprise tenant asks for a few tokens twice a
-second. Its TTFT is printed beside what it is on the idle worker, in the order in which it asked: a
-scheduler that lets a free job without room hold up what could preempt shows at every second one.
-The free tenants' tokens per second with and without the other are beside one another, since those
-who make way lose no more than what the other is given.
+Real servers run one scheduler process and one simulated worker. Free tenants always keep more
+streams waiting than the worker has slots. An enterprise tenant sends requests for a few tokens
+twice a second. Prints its TTFTs in order of sending, beside its TTFT on the idle worker. If a free
+job without room blocked jobs that may preempt, every second TTFT would show it. Also prints the
+free tenants' tokens per second with and without the enterprise tenant: preempted streams lose no
+more than it gains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
@@ -53,7 +53,7 @@ class _Result(NamedTuple):
 
 
 class _FreeTenants:
-    """Free tenants that keep a number of streams running or waiting, and replace each that ends."""
+    """Free tenants that keep a number of streams running or waiting, and replace ended streams."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -125,7 +125,7 @@ async def _measure(duration_s: float) -> bool:
     print(f"{slots}; {len(result.ttfts_ms)} enterprise requests of {_ENTERPRISE_TOKENS} tokens")
     print(f"  TTFT on the idle worker:      {p50_p99(alone_ms, '7.1f')}")
     print(f"  TTFT beside the free streams: {p50_p99(result.ttfts_ms, '7.1f')}")
-    print(f"  the first of them, ms: {', '.join(f'{ms:.0f}' for ms in result.ttfts_ms[:12])}")
+    print(f"  the first TTFTs, ms: {', '.join(f'{ms:.0f}' for ms in result.ttfts_ms[:12])}")
     print(
         f"  free tokens/s: {result.free_tokens_per_s:,.0f} beside the other, "
         f"{free_alone_per_s:,.0f} alone"
@@ -134,7 +134,7 @@ async def _measure(duration_s: float) -> bool:
     return p99_ms <= _TTFT_GOAL_MS
 
 
-def run(seconds: float = 30.0, smoke: bool = False) -> Told:
+def run(seconds: float = 30.0, smoke: bool = False) -> PartResult:
     """Ask as the enterprise tenant for ``seconds`` beside the free streams."""
     measuring = asyncio.wait_for(_measure(2.0 if smoke else seconds), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))

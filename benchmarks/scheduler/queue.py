@@ -1,8 +1,8 @@
 """Cost of the job queue and frames above the client library, on a separate nats-server.
 
-``queue`` prints, from the same run, publish to pull latency through the job
-queue and frames relayed per second, each beside bare nats-py doing the same; then what many lines
-cost: to open them, to pull one job of each in turn, and to forget them.
+``queue`` prints publish-to-pull latency through the job queue and frames relayed per second, each
+beside bare nats-py in the same run. Then it prints the cost of many tenant queues: to open them, to
+pull one job of each in turn, and to forget them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[
 
 
 async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) -> list[str]:
-    """Return the cost of a sequence of tenants, as lines to print."""
+    """Return the cost of tenant queues, one per tenant, as lines to print."""
     tenants = [f"tenant-{number}" for number in range(num_lines)]
     lines = [TenantQueue(MODEL, Tier.PRO, tenant) for tenant in tenants]
     before_bytes = memory_bytes()
@@ -206,7 +206,7 @@ async def measure(
     print(f"  frames, single  {single:9,.0f} frames/s   {single / bare:.0%} of raw")
     print(f"  frames, {_BATCH} each {batched:9,.0f} frames/s   {batched / bare:.0%} of raw")
     costs = await line_costs(receiver, num_lines, memory_bytes)
-    print(f"{num_lines} lines, a tenant each, one request at a time")
+    print(f"{num_lines} tenant queues, one request at a time")
     print("\n".join(costs))
     for client in (bare_sender, bare_receiver):
         await client.close()

@@ -1,9 +1,9 @@
-"""Thousands of mixed requests through ``millrace generate`` on a pool a tenth of what they ask for.
+"""Thousands of mixed requests through ``millrace generate`` on a pool of a tenth of their blocks.
 
     python -m benchmarks.soak [--requests 10000] [--limit-s 900]
 
-Prints how it went and exits with 1 if a request ended otherwise than it had to, if the memory of
-the process grew, if its blocks leaked, or if the time was up.
+Prints the result. Exits with 1 if a request has an unexpected end, the process's memory grows,
+blocks leak, or the time is up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
 from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected, problems, twins
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 
 SHAPE = LlamaShape(
     hidden_size=64,
@@ -149,7 +149,7 @@ def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
     return found
 
 
-def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
+def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> PartResult:
     """Run the requests for at most ``limit_s``."""
     drawn = draw(requests, seed)
     blocks = num_blocks(drawn)
@@ -165,8 +165,8 @@ def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
     _report(drawn, ran, blocks, grown)
     for line in found[:_MAX_SHOWN]:
         print(f"WRONG: {line}")
-    print(f"{len(found)} things are wrong" if found else "all as it had to be")
-    return Told(found, not found)
+    print(f"{len(found)} checks failed" if found else "all checks passed")
+    return PartResult(found, not found)
 
 
 def draw(count: int, seed: int) -> list[Expected]:

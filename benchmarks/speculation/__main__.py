@@ -1,17 +1,17 @@
-"""Tokens per second with proposed tokens and without, on a 100M Llama in bfloat16, and whether any
-token differs.
+"""Tokens per second with and without proposed tokens, on a 100M Llama in bfloat16, and a check that
+no token differs.
 
     OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--only NAME]
         [--save]
 
-Engines with and without take turns step by step, so that both meet the same machine; a ratio is the
-median of several runs, and with it comes that of the CPU time, which what else runs here does not
-touch. The texts are made by a model with random weights whose head knows what follows
-what: so what a prompt or a prediction says comes, but for what was changed there.
+Engines with and without proposals take turns step by step, so both see the same machine. A ratio is
+the median of several runs; beside it is the ratio of CPU time, which other processes do not affect.
+A model with random weights and a head with known successors writes the texts, so the text of a
+prompt or prediction recurs, except where it was changed.
 
 Then ``--requests`` of all kinds (greedy, drawn, penalties, grammars, several completions,
-log-probabilities) are answered by an engine with proposals and by one without, and every second one
-of the former goes on at some token on another engine, as after a kill.
+log-probabilities) are answered with and without proposals. Every second one of the former continues
+at some token on another engine, as after a kill.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier, write_copier_head
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.engine.step.engine import Engine
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
@@ -80,7 +80,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     equality: Equality
 
 
-def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
+def run(runs: int = 6, requests: int = 2_000, only: str = "") -> PartResult:
     """Print a line per load with ``only`` in its name, and how many of ``requests`` differ."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
@@ -108,7 +108,7 @@ def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
         f"{equality.num_different} differ; {equality.accepted} of {equality.proposed} proposed "
         "tokens came"
     )
-    return Told(Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality))
+    return PartResult(Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality))
 
 
 def _measure(load: Load, path: Path, speculation: str | None, num_runs: int) -> Measured:

@@ -1,4 +1,4 @@
-"""Commands of benchmarks: a folder is a subject, and its parts are functions."""
+"""Command line of benchmarks: a folder is a subject, and its parts are functions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import msgspec
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-class Told(NamedTuple):
+class PartResult(NamedTuple):
     """Figures of a part, whether it met its goals, and the file in ``RESULTS`` for ``--save``."""
 
     figures: object
-    kept: bool = True
+    met_goals: bool = True
     file: str = ""
 
 
 def run_parts(package: str, description: str | None, parts: Mapping[str, str]) -> int:
-    """Run ``python -m PACKAGE``, as benchmarks.kv. Returns 0 if all goals were kept.
+    """Run ``python -m PACKAGE``, such as benchmarks.kv. Return 0 if all goals were met, else 1.
 
     ``parts`` has ``module:function`` by name. The parameters of a function are the options of its
-    part. One part runs in this process; several run one after the other in processes of their own.
+    part. One part runs in this process; several run one after the other, each in its own process.
     """
     name = package.rpartition(".")[2]
     first = argparse.ArgumentParser(prog=f"python -m {package}", add_help=False, allow_abbrev=False)
@@ -52,31 +52,33 @@ def run_parts(package: str, description: str | None, parts: Mapping[str, str]) -
 
 def run_command(
     name: str,
-    function: Callable[..., Told | None],
+    function: Callable[..., PartResult | None],
     description: str | None,
     part: str = "",
     given: Sequence[str] | None = None,
 ) -> int:
-    """Run a function whose parameters are options, and write its figures where options say.
+    """Run a function whose parameters are options, and write its figures to the chosen files.
 
-    Returns 0 if it kept its goals, which a run with ``--smoke`` does not have.
+    Returns 0 if the goals were met, else 1. A run with ``--smoke`` has no goals.
     """
     parser = command_parser(f"{name} --only {part}" if part else name, description)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--save", action="store_true", help="write them to benchmarks/results")
+    parser.add_argument(
+        "--save", action="store_true", help="write the figures to benchmarks/results"
+    )
     for parameter in signature(function, eval_str=True).parameters.values():
         _add_option(parser, parameter)
     options = vars(parser.parse_args(given))
     file, is_saved = options.pop("json"), options.pop("save")
-    told = function(**options) or Told(None)
+    result = function(**options) or PartResult(None)
     if is_saved:
-        file = RESULTS / (told.file or (f"{name}/{part}.json" if part else f"{name}.json"))
-    write_json(file, told.figures)
-    return 0 if told.kept or options.get("smoke") else 1
+        file = RESULTS / (result.file or (f"{name}/{part}.json" if part else f"{name}.json"))
+    write_json(file, result.figures)
+    return 0 if result.met_goals or options.get("smoke") else 1
 
 
 def _add_only(parser: argparse.ArgumentParser, parts: Mapping[str, str]) -> None:
-    text = "these parts alone; the options of a part are shown by --only PART --help"
+    text = "run these parts only; --only PART --help shows the options of a part"
     parser.add_argument("--only", nargs="+", choices=list(parts), default=[], help=text)
 
 

@@ -76,7 +76,7 @@ def medians(runs: Sequence[Figures]) -> Figures:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows of cells below their names: the first column to the left, others right."""
+    """Format rows of cells below their names: the first column left-aligned, others right."""
     lines = [names, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
     return "\n".join(

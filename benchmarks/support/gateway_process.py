@@ -48,7 +48,7 @@ _POLL_S = 0.05
 
 
 class GatewayProcess:
-    """``python -m millrace.gateway`` on a free port, and the addresses of what it uses."""
+    """``python -m millrace.gateway`` on a free port, and the addresses of its servers."""
 
     def __init__(self, nats_url: str, redis_url: str, log: Path, **settings: object) -> None:
         """Start it; ``settings`` are of the configuration's section ``gateway``."""

@@ -65,7 +65,7 @@ def spawned(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]
 
 
 def in_new_process(function: Callable[..., ResultT], *args: object) -> ResultT:
-    """Call a function of a module in a new process, which has all memory and threads for itself."""
+    """Call a function of a module in a new process, with memory and threads of its own."""
     with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
         return processes.submit(function, *args).result()
 

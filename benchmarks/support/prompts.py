@@ -1,4 +1,4 @@
-"""Loads: prompts and lengths drawn from a seed, so that every system gets the same."""
+"""Prompts and lengths drawn from a seed, so that every system gets the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Prompt = tuple[int, ...]
 
 
 def distinct_prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """``count`` prompts that have no beginning in common, longer than chance gives."""
+    """Return ``count`` prompts without a common prefix, except by chance."""
     return shared_prefix_prompts(count, 0, num_tokens, vocab_size, seed)
 
 
 def shared_prefix_prompts(
     count: int, num_shared_tokens: int, num_own_tokens: int, vocab_size: int, seed: int
 ) -> list[Prompt]:
-    """``count`` prompts that begin with the same tokens and go on each with its own."""
+    """Return ``count`` prompts with the same first tokens and different continuations."""
     source = random.Random(seed)
 
     def draw(num_tokens: int) -> Prompt:
@@ -29,7 +29,7 @@ def shared_prefix_prompts(
 
 
 def skewed_lengths(count: int, longest: int, seed: int, mean_share: float = 0.2) -> list[int]:
-    """Return output lengths as users cause them: many short, some long.
+    """Return output lengths like users': many short, some long.
 
     They are exponential with a mean of ``mean_share * longest``, cut off at ``longest``, which one
     of them has.

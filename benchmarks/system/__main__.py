@@ -3,9 +3,9 @@
   python -m benchmarks.system [--only PART ...]
 
 walk        the demo model through the whole path, beside the engine alone
-start       seconds from the start of a process to the first token of the demo model
-idle        what a system takes that has no requests, process by process
-token_path  CPU time and switches that a token costs each process on its way
+start       seconds from process start to the first token of the demo model
+idle        CPU time, wake-ups and memory of an idle system, by process
+token_path  CPU time and context switches per token in each process on its way
 """
 
 import sys

@@ -2,12 +2,11 @@
 
     python -m benchmarks.system --only idle [--seconds 60] [--settle 60] [--requests 1]
 
-``millrace up`` is started with the demo model, answers ``--requests`` short requests, so that
-every part has worked once, and rests for ``--settle`` seconds. Then the CPU time (user and system)
-and the voluntary context switches of all its processes are counted for ``--seconds``; the goal is
-1 % of a core in all together. RSS counts pages that processes share in each of them, PSS shares
-them out, so that the sum of PSS is what the system takes. The ceiling printed beside it is a Python
-process that only sleeps.
+``millrace up`` starts with the demo model, answers ``--requests`` short requests, so that every
+part has worked once, and rests for ``--settle`` seconds. Then CPU time (user and system) and
+voluntary context switches of all its processes are counted for ``--seconds``. The goal is 1 % of a
+core in total. RSS counts shared pages in each process; PSS divides them, so the sum of PSS is the
+system's memory. The ceiling is a Python process that only sleeps.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.processes import Reading, read
 from benchmarks.support.sse_load import run_load
@@ -91,7 +90,7 @@ def _print(processes: Sequence[Idle], floor: Idle) -> None:
     print(f"goal: at most {_GOAL_CORE_PERCENT:g} % of a core in all processes together")
 
 
-def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> Told:
+def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> PartResult:
     """Measure for ``seconds`` after a rest of ``settle``; ``up`` has options of millrace up."""
     with tempfile.TemporaryDirectory() as folder:
         system = System(Path(folder) / "data", ("--port", _PORT, *shlex.split(up))).start()
@@ -107,4 +106,4 @@ def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str 
         sleeper.kill()
     floor = msgspec.structs.replace(floor, role="(a Python that sleeps)")
     _print(processes, floor)
-    return Told({"processes": processes, "floor": floor})
+    return PartResult({"processes": processes, "floor": floor})

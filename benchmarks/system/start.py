@@ -1,10 +1,10 @@
-"""Seconds from the start of a process to the first token of the demo model.
+"""Seconds from process start to the first token of the demo model.
 
     python -m benchmarks.system --only start [--runs 5] [--system] [--imports]
 
-A process is started that loads the demo model and answers one request with one token, as
-``millrace generate`` does; the goal is 3 s. ``--system`` does it with ``millrace up``, from its
-start to the first token over HTTP. ``--imports`` shows what importing takes.
+A process loads the demo model and answers one request with one token, like ``millrace generate``;
+the goal is 3 s. ``--system`` measures ``millrace up``, from its start to the first token over HTTP.
+``--imports`` shows import times.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def _print_imports(folder: Path) -> None:
         _generate(folder, "-X", "importtime"), check=True, capture_output=True, text=True
     )
     own_ms, cumulative_ms = import_times_ms(finished.stderr.splitlines())
-    print(f"imports take {sum(own_ms.values()):.0f} ms (they are slower when they are timed):")
+    print(f"imports take {sum(own_ms.values()):.0f} ms (timing slows them down):")
     for name, ms in _largest(own_ms):
         print(f"  {ms:7.1f} ms in {name}")
-    print("of our modules, with all that each is the first to import:")
+    print("our modules, including modules that they are the first to import:")
     for name, ms in _largest(cumulative_ms):
         print(f"  {ms:7.1f} ms by {name}")
 

@@ -2,11 +2,10 @@
 
     python -m benchmarks.system --only token_path [--streams 1 8 32] [--requests 4] [--json FILE]
 
-``millrace up`` serves a Llama of 100M parameters with random weights over HTTP; each load is
-``--requests`` requests a stream, 128 tokens in and 64 out, after a warm-up. Printed by process: CPU
-time (user and system) and voluntary context switches a token, the share of the machine, and what
-the client itself took. The ceiling beside it is a machine that does nothing but the engine's work:
-tokens per second if all CPU time went to the engine.
+``millrace up`` serves a Llama of 100M parameters with random weights over HTTP. Each load is
+``--requests`` requests a stream, 128 tokens in and 64 out, after a warm-up. Prints by process the
+CPU time (user and system), voluntary context switches a token and the share of the machine, and
+the client's own cost. The ceiling is tokens per second if the engine had all CPU time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import psutil
 
 from benchmarks.peers.loads import Load, distinct
 from benchmarks.peers.servers import completions
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.model import write_100m
 from benchmarks.support.processes import Reading, in_new_process, read
@@ -117,10 +116,12 @@ def _print(cost: Cost) -> None:
     ]
     print(table(("process", "CPU us/token", "switches/token", "% of a core"), cells))
     engine_us = sum(s.cpu_us_per_token for s in cost.shares if s.role == _ENGINE)
-    print(f"all CPU time for the engine alone would be {cores * 1e6 / engine_us:.1f} tokens/s")
+    print(f"ceiling if the engine had all CPU time: {cores * 1e6 / engine_us:.1f} tokens/s")
 
 
-def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None) -> Told:
+def run(
+    streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None
+) -> PartResult:
     """Send ``requests`` requests in each stream; ``model`` is a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         checkpoint = model or in_new_process(write_100m, Path(name) / "llama-100m")
@@ -136,4 +137,4 @@ def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | No
             system.stop()
     for cost in costs:
         _print(cost)
-    return Told({"loads": costs})
+    return PartResult({"loads": costs})

@@ -2,12 +2,11 @@
 
     python -m benchmarks.system --only walk
 
-Starts ``millrace up`` with the demo model, sends closed loops of 1, 8 and 32 streaming clients
-through gateway, queue, scheduler, worker and back, and runs the same prompts by ``millrace
-generate`` on the engine alone, in one run on one machine. The engine alone has the machine to
-itself and takes all cores; beside it stands the engine alone with as many threads as a worker
-takes, which leaves the others to the rest of the path. Prints tokens/s, TTFT, the path's share
-(the part of the engine's own throughput that arrives at the clients) and the TTFT that it adds.
+Starts ``millrace up`` with the demo model and sends closed loops of 1, 8 and 32 streaming clients
+through gateway, queue, scheduler, worker and back. In the same run, ``millrace generate`` answers
+the same prompts on the engine alone: once with all cores, once with a worker's number of threads,
+which leaves the other cores to the rest of the path. Prints tokens/s, TTFT, the path's share (of
+the engine's throughput, at the clients) and the added TTFT.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.sse_load import LoadResult, run_load
 from millrace.engine.threads.choice import default_num_threads, usable_cores
 from tests.support.system import System
@@ -113,14 +112,14 @@ def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[s
     }
 
 
-def run(max_tokens: int = 128, rounds: int = 3) -> Told:
+def run(max_tokens: int = 128, rounds: int = 3) -> PartResult:
     """Generate ``max_tokens`` per answer; report the median of ``rounds``."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for clients in CLIENTS:
             rows.append(_measure(Path(name), clients, max_tokens, rounds))
             print(_line(rows[-1]), flush=True)
-    return Told(rows, file="walk.json")
+    return PartResult(rows, file="walk.json")
 
 
 def _line(row: dict[str, float]) -> str:

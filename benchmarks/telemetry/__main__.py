@@ -3,12 +3,12 @@
   python -m benchmarks.telemetry [--only PART ...]
 
 sink       rows per second of one core from Kafka into the embedded ClickHouse engine
-outage     how long until the lag is gone after ClickHouse took nothing for five minutes
-endpoint   whether the ClickHouse endpoint keeps its bounds under twelve clients
-chaos      no figure: every record is counted once after kill -9 of telemetry and of Kafka
-cost       the share of a worker's CPU that its records take
-analytics  how long every saved query takes over 1,000,000 requests
-fill       no figure: it makes those requests, in the folder --path
+outage     catch-up time after five minutes without ClickHouse
+endpoint   check of the ClickHouse endpoint's bounds under twelve clients
+chaos      check that every record counts once after kill -9 of telemetry and of Kafka
+cost       share of a worker's CPU for its records
+analytics  time of every saved query over 1,000,000 requests
+fill       no measurement: makes those requests, in the folder --path
 """
 
 import sys

@@ -1,8 +1,8 @@
 """``analytics``: time of each saved query over a million rows.
 
-Every query of ``telemetry/queries`` is asked as the operations page asks it, over the last 15
-minutes, day and 30 days of what ``fill`` makes (``--path`` of a
-store that it made before saves the making), on the embedded engine. The goal is 300 ms each.
+Asks every query of ``telemetry/queries`` like the operations page, over the last 15 minutes, day
+and 30 days of the rows that ``fill`` makes, on the embedded engine. ``--path`` names a store made
+earlier by ``fill``. The goal is 300 ms each.
 """
 
 from __future__ import annotations

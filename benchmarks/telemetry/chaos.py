@@ -1,11 +1,11 @@
-"""``chaos``: check that every record is counted once, whichever process is killed.
+"""``chaos``: check that every record is counted once after kills of telemetry and Kafka.
 
-nats-server, a Kafka (Apache's broker where java and its jars can be had, and the embedded one) and
-``python -m millrace.telemetry``, all as processes; records are published all the time. In turn, at
-random moments, the telemetry process (bridge and sink) and Kafka get ``kill -9`` and come back.
-After a kill of the embedded Kafka, which comes back empty and elsewhere, telemetry is started again
-as ``millrace up`` does it. In the end everything is counted, over ``FINAL``, over the views and
-over the usage by the minute, and beside what was published.
+Runs nats-server, a Kafka (Apache's broker if java and its jars are available, and the embedded one)
+and ``python -m millrace.telemetry`` as processes, while records are published all the time. In
+turn, at random moments, the telemetry process (bridge and sink) and Kafka are killed with
+``kill -9`` and restarted. The embedded Kafka restarts empty and at another address; telemetry is
+then restarted too, as by ``millrace up``. In the end, counts over ``FINAL``, the views and the
+usage by the minute are compared with the published records.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def run(
     if smoke:
         rounds, rate = 2, 200.0
     names = [kafka] if kafka else ["embedded"] if smoke else available()
-    kept = True
+    all_met = True
     for name in names:
         with tempfile.TemporaryDirectory(prefix="millrace-telemetry-") as folder:
-            kept = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and kept
-    if not kept:
+            all_met = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and all_met
+    if not all_met:
         sys.exit(1)  # also for a smoke run: no record may be missing

@@ -1,13 +1,12 @@
 """``cost``: cost of records for a worker.
 
 One worker process on a simulated engine, behind nats-server, Redis and a scheduler, answers
-requests at a steady rate. By turns, some seconds each, it makes and publishes its records and
-samples as always, and does nothing instead; the difference of its processor time is what telemetry
-costs it. The same process and the same load, so that hardly anything else differs; the median over
-the turns keeps out what other users of the machine do.
+requests at a steady rate. In turns of some seconds it makes and publishes its records and samples,
+or does not. The difference in CPU time is the cost of telemetry. Process and load are the same in
+both turns, and the median over the turns removes other users' load.
 
-The worker's CPU here is that of its bus side alone: a real engine takes cores of its own, beside
-which the share is smaller still.
+The CPU time is that of the worker's bus side alone. A real engine uses further cores, so the share
+of the whole worker is smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus.nats.stores import NatsOutbox
 from millrace.runtime.settings import load_config
@@ -190,8 +189,10 @@ def run_worker(file: str) -> None:
     uvloop.run(run())
 
 
-def run(rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False) -> Told:
+def run(
+    rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False
+) -> PartResult:
     """Send ``rate`` requests a second, for ``turns`` with records and as many without."""
     if smoke:
         rate, turns, turn_s = 20.0, 1, 1.5
-    return Told(None, uvloop.run(measure(rate, turns, turn_s)))
+    return PartResult(None, uvloop.run(measure(rate, turns, turn_s)))

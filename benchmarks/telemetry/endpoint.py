@@ -1,12 +1,12 @@
 """``endpoint``: check of the ClickHouse endpoint's bounds under load.
 
-nats-server, the embedded Kafka, a publisher of records and ``python -m millrace.telemetry`` run as
-processes. Twelve clients of five users, each at an address of its own, ask the endpoint without a
-pause for ``--minutes``: large answers, statements that fail in mid-answer or are refused, sums and
-sorts over more than memory holds, sockets that close early, and light queries of tables. Meanwhile
-the operations page's questions are asked through the bus. It prints, and writes with ``--json``,
-the memory of the process and of queries, the times of light queries, the page's failures and the
-sink's lag: how long a request takes from the outbox to the table.
+Runs nats-server, the embedded Kafka, a publisher of records and ``python -m millrace.telemetry`` as
+processes. Twelve clients of five users, each at its own address, query the endpoint without pause
+for ``--minutes``: large answers, statements that fail in mid-answer or are refused, sums and sorts
+larger than memory, sockets that close early, and light queries of tables. Meanwhile the operations
+page's questions are asked through the bus. Prints, and writes with ``--json``, the memory of the
+process and of queries, the times of light queries, the page's failures, and the sink's lag: the
+time of a request from the outbox to the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.telemetry.record_load import record_load, running_kafka
 from millrace.bus import nats
@@ -92,7 +92,7 @@ _GOALS: dict[str, float] = {
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Report. Memory is the telemetry process's in MiB, except two figures of queries."""
+    """Figures of a run. Memory is the telemetry process's in MiB, except two figures of queries."""
 
     minutes: float = 0.0
     start_mib: float = 0.0
@@ -321,12 +321,12 @@ async def measure(directory: Path, seconds: float, rate: float) -> Figures:
     return soak.figures
 
 
-def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> Told:
+def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> PartResult:
     """Publish records at ``rate`` a second."""
     seconds = 4.0 if smoke else 60.0 * minutes
     with tempfile.TemporaryDirectory(prefix="millrace-soak-") as folder:
         figures = asyncio.run(measure(Path(folder), seconds, rate))
     print(msgspec.json.format(msgspec.json.encode(figures)).decode())
     missed = figures.missed()
-    print("\n".join(f"missed: {each}" for each in missed) or "all goals hold")
-    return Told(figures, not missed)
+    print("\n".join(f"missed: {each}" for each in missed) or "all goals met")
+    return PartResult(figures, not missed)

@@ -1,9 +1,9 @@
-"""``fill --rows 1000000 --path DIR``: a store full of
-requests that were never made: 30 days of 50 tenants, 2,000 users and 5 models, with their
-deliveries, the workers' samples that go with them, and usage by the minute.
+"""``fill --rows 1000000 --path DIR``: a store of synthetic requests: 30 days of 50
+tenants, 2,000 users and 5 models, with their deliveries, worker samples and usage by the minute.
 
-Traffic rises and falls with the day; a few tenants make most of it; one row in a hundred is stored
-twice, as after a crash. The same seed makes the same rows but for the time, which ends now.
+Traffic rises and falls with the day, and a few tenants make most of it. One row in a hundred is
+stored twice, as after a crash. The same seed makes the same rows, except for their times, which end
+now.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``outage``: duration of the lag after ClickHouse was down.
 
-nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
-embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
-published all the time, at ``--rate`` a second. Behind is what waits in the outbox and in Kafka.
-The pipeline has caught up when as many rows have landed as waited at the end of the outage, and no
-more wait than are published in ``_ALLOWANCE_S``, which a batch and a look at the lag take.
-In the end every record has to be there once.
+nats-server, a Kafka and a publisher of records run as processes. Bridge, sink and ClickHouse's
+embedded engine run in this process, over a store that rejects inserts for ``--outage-s``. Records
+are published all the time, at ``--rate`` a second. The lag is the number of records in the outbox
+and in Kafka. The pipeline has caught up when as many rows have landed as waited at the end of the
+outage, and no more wait than are published in ``_ALLOWANCE_S``, the time of a batch and of reading
+the lag. In the end every record must be stored once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.telemetry.record_load import (
     Published,
     RecordLoad,
@@ -87,7 +87,7 @@ class Outage:
         await self._until(self._is_level, self._limit_s)
         await asyncio.sleep(_WARM_UP_S)
         self._store.away = True
-        print(f"ClickHouse is away for {outage_s:g} s", flush=True)
+        print(f"ClickHouse is unreachable for {outage_s:g} s", flush=True)
         away_until_s = time.monotonic() + outage_s
         await self._until(lambda _: time.monotonic() > away_until_s, 2 * outage_s + 60)
         self._store.away = False
@@ -193,10 +193,10 @@ def run(
     limit_s: float = 600.0,
     kafka: Literal["apache", "embedded"] | None = None,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Publish ``rate`` records a second; the recovery may take ``limit_s``."""
     if smoke:
         outage_s, rate, kafka = 2.0, 200.0, "embedded"
     with tempfile.TemporaryDirectory(prefix="millrace-outage-") as folder:
         name = kafka or available()[0]
-        return Told(None, asyncio.run(measure(name, outage_s, rate, limit_s, Path(folder))))
+        return PartResult(None, asyncio.run(measure(name, outage_s, rate, limit_s, Path(folder))))

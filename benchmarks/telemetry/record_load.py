@@ -1,8 +1,8 @@
-"""``python -m benchmarks.telemetry.record_load URL RATE``: records into the outbox, as
-a running system publishes them, until SIGTERM.
+"""``python -m benchmarks.telemetry.record_load URL RATE``: publisher of records into the
+outbox, like a running system, until SIGTERM.
 
 Half are requests, half their deliveries, and one in a hundred is a worker's sample. At the end it
-prints as JSON how many of each the outbox has taken: numbers from 0 on, without a gap.
+prints as JSON how many of each the outbox has accepted: numbers from 0 on, without a gap.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``sink``: rows per second from Kafka into embedded ClickHouse.
 
-The whole sink, pinned to one core (the embedded Kafka has the others), with decoding, ledger and
-offset commits; beside it each of its steps alone, on the same rows, in processor time. A machine
-that others use as well takes longer than the processor time: both are told. What the steps do not
-explain is the sink's own loop, the ledger, the commits and the engine's merges.
+Measures the whole sink, pinned to one core (the embedded Kafka has the others), with decoding,
+ledger and offset commits. Beside it, each step alone runs on the same rows. Prints CPU time and
+wall time; on a shared machine wall time is longer. The rest beside the steps is the sink's own
+loop, the ledger, the commits and the engine's merges.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def measure(kafka: KafkaConfig, rounds: int) -> None:
     num_rows = rounds * _ROUND_ROWS
     steps["read from Kafka"] = reading_s / num_rows
     for name, step_s in steps.items():
-        print(f"{name:<34}{step_s * 1e6:7.2f} us a row {step_s / (cpu_s / num_rows):5.0%} of it")
+        print(f"{name:<34}{step_s * 1e6:7.2f} us a row {step_s / (cpu_s / num_rows):5.0%} of all")
     rest_s = cpu_s / num_rows - sum(steps.values())
     print(f"{'loop, ledger, commits, merges':<34}{rest_s * 1e6:7.2f} us a row")
     print(

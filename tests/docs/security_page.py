@@ -7,7 +7,7 @@ import re
 from tests.support.repository import ROOT
 
 TEXT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-KEPT_HEADING = "What lies where, and for how long"
+KEPT_HEADING = "Stored data and retention"
 _UNITS_S = {"second": 1.0, "minute": 60.0, "hour": 3_600.0, "day": 86_400.0}
 
 
