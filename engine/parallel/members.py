@@ -296,7 +296,7 @@ class Members:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the processes were told to end."""
+        """True if the processes were told to end."""
         return not self._finalizer.alive
 
     def _send_all(self, message: ToMember) -> None:
