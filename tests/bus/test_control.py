@@ -197,7 +197,7 @@ class TestResumePoints:
         assert await bus.control.resume_point("g", "r3", 0.05) is None
 
     async def test_held_requests_are_found_at_all_gateways(self, bus: Bus, broker: Broker) -> None:
-        """Of 600 requests two gateways hold one half each, and neither holds the last two."""
+        """Two gateways each hold half of 598 requests, and no gateway holds the last two."""
         request_ids = [f"r.{number}" for number in range(600)]
         for remainder in (0, 1):
             held = {name for name in request_ids[:598] if int(name[2:]) % 2 == remainder}

@@ -1,4 +1,4 @@
-"""Whatever happens to frames on their way, text and token ids come out exactly once."""
+"""Frame reader: text and token ids come out exactly once for lost, late and repeated frames."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def the_end(pieces: list[str], epoch: int) -> list[Frame]:
 
 
 def replay(pieces: list[str], from_index: int, epoch: int) -> list[Frame]:
-    """What a worker sends again: everything from a token on."""
+    """Return a worker's replay: all frames from a token on."""
     frames: list[Frame] = [Started(worker_id=f"w{epoch}", epoch=epoch)]
     if from_index < len(pieces):
         frames.append(delta(pieces, from_index, len(pieces), epoch))
@@ -205,7 +205,7 @@ def test_an_end_waits_for_the_embedding() -> None:
 
 
 def beam_frames(texts: list[str], epoch: int) -> list[Frame]:
-    """What a worker sends of a beam search with these answers, two tokens a frame."""
+    """Return a worker's frames of a beam search with these answers, two tokens per frame."""
     frames: list[Frame] = [Started(worker_id="w", epoch=epoch)]
     for beam, text in enumerate(texts):
         for index in range(0, len(text), 2):

@@ -34,7 +34,7 @@ class Fleet:
         self.watch.grace_s = grace_s
 
     async def gateway(self, reply: str, *held: str) -> Subscription:
-        """One that holds requests addressed to ``reply``."""
+        """Start a gateway that holds the requests ``held`` addressed to ``reply``."""
         control = MemoryBus(self.broker).control
         return await control.serve_resume_points(reply, lambda _: None, set(held).__contains__)
 
@@ -69,7 +69,7 @@ async def test_a_request_is_an_orphan_after_the_grace(fleet: Fleet) -> None:
 async def test_a_gateway_started_again_under_its_id_does_not_hold_what_it_had(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers for what it was asked since."""
+    """The gateway holds only requests that it received after the restart."""
     monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [JOB, replace(JOB, request_id="r2")]
     await fleet.gateway("gw-1", "r2")
@@ -103,7 +103,7 @@ async def test_a_gateway_that_is_silent_for_a_while_keeps_its_requests(fleet: Fl
 async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that it accepted before one that is an orphan; later ones have the whole grace."""
+    """Jobs received up to an orphan's time are orphans at once; later jobs have the whole grace."""
     monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [replace(JOB, received_ns=20)]
     await fleet.pass_s(GRACE_S + 5.0)

@@ -80,7 +80,8 @@ def _cases() -> list[tuple[str, ...]]:
 
 
 def _ends_in_a_sentence(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """What it says on standard error; 3 is the code of a status of nothing."""
+    """Return the command's error, which must be a sentence; ``status`` without a system exits with
+    3."""
     code: int | str | None
     try:
         code = main(arguments)

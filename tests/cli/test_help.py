@@ -1,4 +1,4 @@
-"""What ``--help`` and ``--version`` of every command show."""
+"""Output of ``--help`` and ``--version`` of every command."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Keys:
         self._capsys = capsys
 
     def __call__(self, *arguments: str) -> str:
-        """What it prints; it must succeed."""
+        """Run a command that must succeed, and return its output."""
         code, out, err = self.run(*arguments)
         assert code == 0, err
         return out
@@ -281,7 +281,7 @@ def test_where_redis_is(
 def test_limits_are_those_of_this_instance(
     keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of what runs on the folder, of the file that is named, never the built-in ones unsaid."""
+    """Limits come from the running system or from the named file, never silently from defaults."""
     keys("tenant", "acme", "--tier", "pro")
     (tmp_path / "run").mkdir()
     running = dict.fromkeys(("http", "nats", "kafka", "clickhouse"), "nowhere")

@@ -102,7 +102,7 @@ async def recording(url: str) -> AsyncIterator[Observer]:
 
 
 class BareNatsServer(NatsServer):
-    """It keeps nothing."""
+    """Server without JetStream."""
 
     def command(self) -> list[str]:
         return [str(nats_server_path()), "-a", "127.0.0.1", "-p", str(self.port)]

@@ -1,4 +1,4 @@
-"""What ``millrace stages`` says of its options, and how it ends."""
+"""Options and exit of ``millrace stages``."""
 
 from __future__ import annotations
 

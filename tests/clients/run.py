@@ -42,7 +42,7 @@ _RUN_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """Where a client finds the system, and the folder in which it leaves what it says."""
+    """Run of a client: the system's address, and the folder for the client's output."""
 
     url: str
     bin: Path
@@ -189,7 +189,7 @@ def _system() -> Iterator[str]:
 
 
 def _install(client: Client) -> bool:
-    """Into an environment that is made anew when its packages change."""
+    """Install the client into its environment, which is made again if its packages change."""
     if client.bin is not None:
         return True
     folder = _ENVIRONMENTS / client.name

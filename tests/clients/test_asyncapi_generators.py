@@ -20,7 +20,7 @@ WITHIN_S = 120.0
 
 
 def run(command: Sequence[str | Path], folder: Path) -> str:
-    """What a command writes. Raises AssertionError with its words if it fails."""
+    """Run a command and return its output. Raises AssertionError with its output if it fails."""
     done = subprocess.run(
         ["nice", *map(str, command)],
         cwd=folder,

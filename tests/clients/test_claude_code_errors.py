@@ -31,7 +31,7 @@ def program() -> Path:
 
 
 async def _says(program: Path, front: RunningGateway, home: Path) -> tuple[str, int | None]:
-    """What it prints for one question, and its exit status. It must end in time."""
+    """Return the program's output for one question, and its exit status. It must end in time."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),

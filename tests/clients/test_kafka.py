@@ -208,7 +208,7 @@ def lines_of(command: Sequence[str], count: int) -> list[str]:
 
 
 def test_the_consumers_of_the_page_read(read: Read, tmp_path: Path) -> None:
-    """Each request once, with its fields."""
+    """The consumers of docs/kafka.md print each request once, with its fields."""
     python = tmp_path / "read_records.py"
     python.write_text(example_of("kafka.md", "A consumer in Python", "python"))
     java = tmp_path / "ReadRecords.java"
@@ -241,7 +241,7 @@ async def test_a_kill_loses_nothing(read: Read) -> None:
 
 
 def test_a_folder_may_change_the_kind(tmp_path: Path) -> None:
-    """Each start finds records of the one before, which may have no row yet."""
+    """Each start finds records of the earlier kind that may have no row yet."""
     ids: set[str] = set()
     for kind in ("embedded", "apache", "embedded"):
         system = started(tmp_path / "data", kind)

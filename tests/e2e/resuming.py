@@ -166,7 +166,7 @@ class EventClient(Persistent):
         return headers
 
     def _read(self, chunk: dict[str, Any]) -> bool:
-        """Whether it goes on here: False if the gateway says that it has to go."""
+        """Read a chunk, and return False if the gateway announces its restart."""
         if "error" in chunk:
             assert chunk["error"]["code"] == "gateway_restarting", chunk
             return False

@@ -48,13 +48,13 @@ class Millrace:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """What it prints; it must succeed."""
+        """Run a command that must succeed, and return its output."""
         ran = self.run(*arguments)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
     def refusal(self, *arguments: str) -> str:
-        """Why it does not; it must say so in one sentence."""
+        """Run a command that must fail, and return its error, which must be one line."""
         ran = self.run(*arguments)
         assert ran.returncode == 2, ran.stdout
         assert ran.stderr.startswith("millrace ")

@@ -76,7 +76,7 @@ async def spent(redis: RedisLink) -> Decimal:
 
 
 async def records(system: GuardedSystem, request_id: str) -> list[RequestRecord]:
-    """Those that are in the outbox."""
+    """Return the request's records in the outbox."""
     client = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
     try:
         manager = client.jsm()
@@ -293,7 +293,7 @@ async def test_a_job_is_charged_once_though_its_scheduler_and_worker_die(
 async def test_a_refusal_comes_to_the_tenants_own_listener(
     service: Service, limits: Callable[..., Any]
 ) -> None:
-    """As a client gets it that was written from the README."""
+    """A client written from the README reads the refusal."""
     await service.publish("foreign-1", reply="my-go-client")
     end = await service.ended("foreign-1")
     assert (end["type"], end["code"]) == ("failed", "reply_forbidden")

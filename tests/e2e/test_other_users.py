@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a system that ``millrace up`` runs: nothing."""
+"""Protection of a system of ``millrace up`` from other users of the machine."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guar
 
 
 async def run(system: GuardedSystem, command: list[str]) -> dict[str, Any]:
-    """What a publisher printed. It gets the address, the user and the password apart."""
+    """Run a publisher and return its output. Address, user and password are separate variables."""
     environment = {
         "NATS_URL": system.nats.url,
         "NATS_USER": ACME.user,

@@ -1,4 +1,4 @@
-"""One request travels the whole way, through every API, and leaves one true record."""
+"""Path of one request through the whole system, by every API, to one correct record."""
 
 from __future__ import annotations
 

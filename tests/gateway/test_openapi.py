@@ -127,7 +127,7 @@ def test_operations_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_ranges_are_those_of_sampling(name: str) -> None:
-    """What the document allows at its edges is taken, and what is beyond them is not."""
+    """Values at the bounds of the document are accepted, and values beyond them are refused."""
     bounds = SAMPLING[name]
 
     def parse(value: float) -> None:

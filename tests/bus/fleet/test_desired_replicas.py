@@ -1,4 +1,4 @@
-"""How many workers are wanted, of what several schedulers say."""
+"""Desired number of workers, merged from the reports of several schedulers."""
 
 from __future__ import annotations
 

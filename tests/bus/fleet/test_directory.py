@@ -1,4 +1,4 @@
-"""Who works, on memory and on nats-server alike."""
+"""Worker directory, on the in-memory broker and on nats-server."""
 
 from __future__ import annotations
 

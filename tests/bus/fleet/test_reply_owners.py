@@ -1,4 +1,4 @@
-"""Whose a listener is, by its name and by what a real redis-server knows of tenants."""
+"""Owner of a reply subject, by its name and by the tenants in a real redis-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers of which role there are, as their number changes."""
+"""Number of workers of each role as the fleet grows and shrinks."""
 
 from __future__ import annotations
 

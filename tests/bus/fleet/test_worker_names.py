@@ -1,4 +1,4 @@
-"""One worker to a name, on memory and on nats-server alike."""
+"""Exclusive worker names, on the in-memory broker and on nats-server."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_of_many_that_claim_at_once_one_gets_it(broker: Broker) -> None:
 async def test_the_name_of_a_life_that_was_killed_is_free_again_soon(
     bus: Bus, broker: Broker
 ) -> None:
-    """Before its lease is forgotten: it is not renewed any more, and that is enough."""
+    """A missed renewal is enough: the name is free before its lease is forgotten."""
     await _name(bus).claim()
     again = await broker.connect("again")
     loop = asyncio.get_running_loop()
@@ -100,7 +100,7 @@ async def test_one_that_lost_its_name_while_it_stood_still_hears_so(
 
 
 async def test_a_lease_that_was_forgotten_meanwhile_is_written_again() -> None:
-    """As after an outage of the server, whose bucket is in memory."""
+    """The lease is missing after an outage of the server, whose bucket is in memory."""
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     name = WorkerName(bus.workers, clock, "w", 0.5)

@@ -1,4 +1,4 @@
-"""What the server keeps for a tenant queue comes and goes, and no job goes with it."""
+"""Consumers of tenant queues: the server creates and removes them without losing a job."""
 
 from __future__ import annotations
 

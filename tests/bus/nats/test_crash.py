@@ -144,7 +144,7 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
 async def test_a_question_about_gateways_says_nothing_during_an_outage(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
-    """It is no answer that nobody holds a request; afterwards there is one."""
+    """An outage raises an error instead of reporting that no gateway holds the request."""
     one, two = buses
     await two.control.serve_resume_points("gw", lambda _: None, {"r1"}.__contains__)
     assert await one.control.held_requests("gw", ["r1", "r2"], 0.2) == {"r1"}

@@ -1,4 +1,4 @@
-"""Who may use which subject, on a real nats-server with the accounts of deploy/nats."""
+"""Permissions on subjects, on a real nats-server with the accounts of deploy/nats."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsWithUsers]:
 
 
 class Tried:
-    """What one user tried, and what the server said of it."""
+    """Attempts of one user, and the server's errors."""
 
     def __init__(self, client: Client, errors: list[str]) -> None:
         self._client = client
@@ -254,7 +254,7 @@ async def test_a_wrong_permission_says_so_at_once(
 async def test_without_the_permission_to_ask_no_request_is_an_orphan(
     server: NatsWithUsers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As for a worker under accounts that were made before workers asked."""
+    """Accounts that predate the question about orphans do not permit workers to ask it."""
     bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
     jobs = [
         Job(request_id=f"r{number}", model="m", prompt="", reply="gw-1", source=Source.HTTP)
@@ -342,7 +342,7 @@ async def test_a_service_cannot_name_anothers_result_in_the_body_of_its_own_requ
 async def test_a_service_asks_for_its_results_and_cancels_by_requests_of_its_own_library(
     server: NatsWithUsers,
 ) -> None:
-    """With nothing but nats-py, as the service of a tenant."""
+    """The service of a tenant uses plain nats-py and none of our code."""
     cancels: list[Cancel] = []
     asked: list[tuple[str, str]] = []
 

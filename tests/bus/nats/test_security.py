@@ -46,7 +46,7 @@ def tls_options(pair: Pair, verify: Authority | None = None) -> str:
 
 
 async def works(config: NatsConfig) -> None:
-    """It can be connected to, and has our streams."""
+    """Assert that a scheduler connects with this configuration."""
     bus = await connect(config, "test", part=Part.SCHEDULER)
     try:
         assert bus.connected

@@ -92,7 +92,7 @@ async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
 
 @pytest.mark.parametrize("scheme", ["tls", "ws"])
 def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
-    """On uvloop, as the parts of a system run."""
+    """The connection notices the silence on uvloop, the event loop of a system's parts."""
     authority = Authority(tmp_path / "ca")
     pair = authority.sign("server")
     ws_port = free_port()
@@ -122,7 +122,7 @@ def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.network
 async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
-    """Nothing that is sent is acknowledged, and no end of the connection is told."""
+    """The host acknowledges nothing, and the connection is never reported as closed."""
     with made_network(1) as network:
         address = network.address(1)
         network.start(1, [str(nats_server_path()), "-a", address], tmp_path / "server.log")
@@ -160,7 +160,7 @@ async def heard_again(connection: Connection) -> bytes:
 
 
 async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
-    """What was not sent is not waited for."""
+    """The client does not wait for unsent data when it closes."""
     async with reached(nats_server.port) as one, publishing(one.connection, 0.001, b"x" * 100_000):
         await asyncio.sleep(0.1)
         one.silence()

@@ -1,4 +1,4 @@
-"""What a process knows of the stores, with disks and a bus that a test has in its hands."""
+"""Storage watch, with fake disks and a fake bus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIG = StorageConfig(nats_dir="nats", clickhouse_dir="rows", min_free_bytes=1
 
 
 class Disks:
-    """By folder, in MiB; None: it cannot be looked at."""
+    """Free space of each folder in MiB, or None for a folder that cannot be read."""
 
     def __init__(self, **free_mib: int | None) -> None:
         self.free_mib = free_mib

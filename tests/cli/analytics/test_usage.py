@@ -149,7 +149,7 @@ def refusal(number: int, after_s: float, count: int, tenant: str = "acme") -> Re
 
 
 def test_what_was_refused(tmp_path: Path) -> None:
-    """Behind what was used, each once, and as a CSV of its own; of models there is none."""
+    """Refusals follow usage, each counted once, and have a separate CSV; models have none."""
     refusals = [
         refusal(0, 1.0, 3),
         refusal(1, 2.0, 4),

@@ -144,7 +144,7 @@ def _whole(status: int, value: dict[str, Any]) -> bytes:
 
 @contextmanager
 def scripted_server(**options: Any) -> Iterator[ScriptedServer]:
-    """One in a thread of its own, for as long as the block lasts."""
+    """Run a scripted server in a separate thread until the block ends."""
     server = ScriptedServer(**options)
     ready = threading.Event()
     loop = asyncio.new_event_loop()

@@ -215,7 +215,7 @@ def test_the_command_writes_a_report_and_a_page(
 
 
 def _check_page(text: str, report: LoadReport) -> None:
-    """It needs nothing from anywhere, and its pictures are well formed."""
+    """Check that the page fetches nothing and that its pictures are well-formed XML."""
     for fetching in ("<script", "src=", "href=", "@import", "url("):
         assert fetching not in text
     pictures = text.split("<svg")[1:]

@@ -41,7 +41,7 @@ def _exchange(loop: asyncio.AbstractEventLoop) -> ClientExchange:
 def _http(
     answer: bytes, cuts: list[int], *, then_close: bool = False
 ) -> tuple[ClientExchange, _Wire]:
-    """What an exchange holds after an answer that comes in pieces of these lengths."""
+    """Return the exchange after an answer that arrives in pieces of these lengths."""
     loop = asyncio.new_event_loop()
     try:
         connection, wire, exchange = HttpConnection(), _Wire(), _exchange(loop)

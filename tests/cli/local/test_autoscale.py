@@ -61,7 +61,7 @@ class Processes:
 
 
 class Workers:
-    """What they are told to be, and what they tell: nothing before ``held`` or ``roles`` has it."""
+    """Fake workers: they record their orders and answer with ``held`` and ``roles``."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -126,7 +126,7 @@ class Rig:
         await self.clock.advance(0.0)
 
     async def has_up(self, *names: str) -> None:
-        """What is starting is up now, which is all of these besides worker-1."""
+        """Report all starting workers as running: ``names`` besides worker-1."""
         await self.hear(1 + len(names))
         self.processes.started(*names)
         await self.settle()

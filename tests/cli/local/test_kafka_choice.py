@@ -1,4 +1,4 @@
-"""Which Kafka ``millrace up`` starts, and what it says of it."""
+"""Choice of Kafka by ``millrace up``, and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``millrace up`` makes of its arguments, before anything starts."""
+"""Arguments of ``millrace up``, before any process starts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ DRAWN = {"prompt": "race", "max_tokens": 24, "seed": 3, "top_p": 0.9, "ignore_eo
 def test_the_runner_of_a_gpu_answers_the_same(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With plain torch for its kernels, recorded steps and overlap, and without both."""
+    """The answers are the same with and without recorded steps and overlap, on plain torch kernels.
+    """
     _, expected = generate(tmp_path, checkpoint, [GREEDY, DRAWN])
     for options in ((), ("--no-cuda-graphs", "--no-overlap")):
         caplog.clear()

@@ -190,7 +190,7 @@ def test_backlogged_tenants_are_served_alike_by_tokens() -> None:
 @pytest.mark.parametrize("gap_s", [1.0, 0.1])
 @pytest.mark.parametrize("num_shared", [0, 39, 99])
 def test_short_prompts_are_spread_over_equal_workers(gap_s: float, num_shared: int) -> None:
-    """One after the other, and some at a time; all alike, or each another one."""
+    """The spread holds for equal and for different prompts, one at a time and several at a time."""
     shared = (("same", num_shared),) if num_shared else ()
     trace = make_load(120, gap_s, prompt_tokens=num_shared + 1, prefix=shared, output_tokens=20)
     outcomes = run_trace(trace, make_settings(2, slots=16)).outcomes

@@ -40,7 +40,7 @@ def _settings(
 
 
 def _beside_a_stream(*others: TraceRequest) -> list[TraceRequest]:
-    """What would hold up a stream that runs from the start."""
+    """Return a trace of one stream from the start, and ``others`` that would delay its tokens."""
     return [make_request(0.0, prompt_tokens=100, output_tokens=400), *others]
 
 
@@ -178,7 +178,7 @@ def test_what_a_drained_worker_runs_pulls_its_blocks_before_that_is_gone() -> No
 
 
 def _late_share(result: Result, from_s: float) -> float:
-    """Of the requests after a time those whose first token took longer than 2 s."""
+    """Return the share of requests from ``from_s`` on whose first token took longer than 2 s."""
     later = [one for one in result.outcomes if one.request.at_s >= from_s]
     return sum(one.first_s - one.sent_s > 2.0 for one in later) / len(later)
 

@@ -37,7 +37,7 @@ async def http(small: System) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def logits(path: Path, *texts: str) -> list[float]:
-    """What transformers makes of a text or a pair, with tokenizer and model of its own."""
+    """Return the logits of transformers for a text or a pair."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.inference_mode():

@@ -45,7 +45,7 @@ async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
 
 
 async def test_openai_client_gets_one_of_its_choices(system: System) -> None:
-    """As vLLM's users send them; each is meant to the letter."""
+    """A choice with special characters is taken literally, in the two forms of vLLM's clients."""
     choices = ["a.b*c", "(x)[y]{z}", "^$|\\", "two words\n", "漢字", "a-b&c#d~e"]
     async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
         forms: list[tuple[dict[str, Any], list[str]]] = [

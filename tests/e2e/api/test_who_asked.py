@@ -1,5 +1,4 @@
-"""Whose key asked, how it was asked and what its client noted, in the row of a request: through
-every door."""
+"""Key, API and metadata in the row of a request, for every entry point."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ class KeyedClient:
             await eventually(is_over, 30.0, "the batch's end")
 
     async def job(self, note: str) -> None:
-        """What another service says of its own customers' keys is its own to say."""
+        """Publish a job with a key id: a service names its own customers' keys."""
         job = Job(
             request_id=f"job-{uuid.uuid4().hex}",
             model="demo",

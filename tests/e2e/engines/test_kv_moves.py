@@ -73,7 +73,7 @@ async def _num_pulled_moves(system: System, http: httpx.AsyncClient) -> float:
 
 
 def _records_of_pulls(system: System) -> list[dict[str, Any]]:
-    """Of requests that pulled from where an earlier attempt at them was."""
+    """Return the rows of requests that pulled from the worker of an earlier attempt."""
     return system.sql(
         "SELECT worker, kv_source, pulled_tokens, pulls.pulled_tokens AS attempts, "
         "prompt_tokens, completion_tokens "

@@ -90,7 +90,7 @@ async def test_streams_of_a_killed_worker_go_on_in_another_engine(
 
 
 async def _ask(system: System, number: int) -> tuple[int, str]:
-    """How many tokens came, each index once, and the request's id."""
+    """Return the number of received tokens, each index once, and the request's id."""
     answer = await ask_websocket(
         system.websocket, f"What is TTFT? {number}", max_tokens=_NUM_TOKENS, ignore_eos=True
     )

@@ -46,7 +46,7 @@ class Hosts:
         )
 
     def start_stages(self) -> None:
-        """As a user, or what watches over it, starts it again when it has died."""
+        """Start the stages again, as a user or a supervisor does after they died."""
         token = str(self._folder / "token")
         log = self._folder / "stages.log"
         self.stages = Stages(log, "--join", self._address, "--token-file", token)

@@ -50,7 +50,7 @@ async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
 
 
 async def _answers(client: openai.AsyncOpenAI) -> bool:
-    """Whether a gateway is there again."""
+    """Return whether a gateway answers."""
     try:
         await client.models.list()
     except openai.APIError:

@@ -133,7 +133,7 @@ def _rows(system: System, request_id: str) -> list[dict[str, Any]]:
 
 
 async def _spent(system: System) -> Decimal:
-    """By the counter of the tenant's budget."""
+    """Return the spend that the counter of the tenant's budget shows."""
     async with httpx.AsyncClient(base_url=system.http) as http:
         (account,) = (await http.get("/v1/limits")).json()["accounts"]
     return Decimal(account["spent"].get("USD", 0))

@@ -37,7 +37,7 @@ THOUGHTS = "<think>Let me see.</think>\n\n"
 
 
 class Case(NamedTuple):
-    """What the model says, and what is asked beside the messages."""
+    """Text of the model, and the fields of the request besides its messages."""
 
     said: str
     fields: Any = None
@@ -409,7 +409,7 @@ async def test_a_worker_that_dies_in_mid_call(scribe: ScribeSystem, thinker: Ser
 
 
 async def test_a_job_published_again_gets_the_same_frames(scribe: ScribeSystem) -> None:
-    """From the worker's memory, and once that is gone from the stored result."""
+    """The frames come from the worker's memory, and after its death from the stored result."""
     scribe.script.text = f"{THOUGHTS}Hm. {CALL}{POEM}"
     body = {"messages": HI, "tools": [TOOL, CUSTOM]}
     request_id = await scribe.publish(body)

@@ -32,7 +32,7 @@ _ANSWER = "All four steps are done."
 
 @dataclass
 class Told:
-    """What a client reads from an answer, whatever the API."""
+    """Answer as its client reads it, for each API."""
 
     text: str = ""
     thoughts: str = ""

@@ -1,4 +1,4 @@
-"""Anything that the OpenAPI document allows, and much that it does not, over a real socket."""
+"""Random requests inside and outside the OpenAPI document, over a real socket."""
 
 from __future__ import annotations
 

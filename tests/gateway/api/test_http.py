@@ -199,7 +199,7 @@ async def test_a_delivery_leaves_one_record(front: RunningGateway, http: httpx.A
 
 
 async def test_a_slow_body_is_intake_and_not_ttft(front: RunningGateway) -> None:
-    """Nobody else's time includes what a client takes to send its request."""
+    """The time that a client takes to send its request counts as intake only."""
     body = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
     arrived = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What probes and load generators that were made for vLLM's server ask."""
+"""Endpoints for probes and load generators that were made for vLLM's server."""
 
 from __future__ import annotations
 

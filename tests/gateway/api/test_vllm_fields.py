@@ -312,7 +312,7 @@ _TEMPLATE = {"chat_template": "> "}
 
 
 async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None:
-    """In every way to ask with messages; others are refused it."""
+    """Every API with messages accepts the template; other APIs refuse it."""
     async with (
         running_gateway(GatewayConfig(trust_request_chat_template=True)) as front,
         openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,

@@ -246,7 +246,7 @@ async def _send_and_read_on(socket: Socket, message: str | bytes | list[str]) ->
 async def test_an_oversized_message_closes_with_1009(
     front: RunningGateway, message: str | bytes | list[str]
 ) -> None:
-    """What runs on the socket goes on, and is gone on with on the next one."""
+    """Requests of the socket continue, and a client resumes them on another socket."""
     async with opened(front) as socket:
         front.worker.gate.clear()
         await socket.send("generate", id="a", model=MODEL, prompt="a mill")

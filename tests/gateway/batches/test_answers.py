@@ -1,4 +1,4 @@
-"""What a batch answers, as the openai client meets it."""
+"""Answers of a batch, read with the openai client."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ async def test_a_call_that_was_cut_off(sdk: anthropic.AsyncAnthropic) -> None:
 async def test_a_stop_sequence_within_a_call(
     sdk: anthropic.AsyncAnthropic, front: RunningGateway, choice: Any, text: str
 ) -> None:
-    """What came before the cut call stays, and nothing of that call looks whole."""
+    """Text before the cut call stays, and no part of that call looks complete."""
     front.worker.script = lambda _job: text + CALL.partition("}")[0]
     front.worker.stop_reason = "}"
     asked = HELLO | {"tools": [TOOL], "tool_choice": choice, "stop_sequences": ["}"]}

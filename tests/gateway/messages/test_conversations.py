@@ -1,4 +1,4 @@
-"""What becomes of the messages of a Messages request."""
+"""Conversion of the messages of a Messages request."""
 
 from __future__ import annotations
 

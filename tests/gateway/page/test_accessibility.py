@@ -23,7 +23,7 @@ ANSWER = [
 
 
 class Checked:
-    """Each state is looked at in both themes; what is wrong is noted under its name."""
+    """Checks of one page: each state in both themes; findings are recorded under its name."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -83,7 +83,7 @@ async def test_nothing_is_wrong_with_the_page(front: RunningGateway, page: Page)
 
 
 async def test_it_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
-    """For the gateway's models, for a key, for an answer."""
+    """The page is readable while it waits for the models, for a key and for an answer."""
     async with watched(browser, front.url) as window:
         page = await window.context.new_page()
         checked = Checked(page)

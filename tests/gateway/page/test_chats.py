@@ -39,7 +39,7 @@ class Keyed:
         return page
 
     async def read(self, tenant: str, path: str = "/v1/chats") -> str:
-        """What the gateway answers there."""
+        """Return the gateway's answer at ``path`` to the tenant."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
         async with httpx.AsyncClient(base_url=self.front.url, headers=headers) as client:
             return (await client.get(path)).text
@@ -57,7 +57,7 @@ async def keyed(redis_server: RedisServer) -> AsyncIterator[Keyed]:
 
 
 async def come_back(page: Page) -> None:
-    """As somebody who returns to the tab."""
+    """Return to the tab, as a user does."""
     await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 

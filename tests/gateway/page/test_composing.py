@@ -1,4 +1,4 @@
-"""What goes with a question, how it is shown, and what the page says while nobody answers."""
+"""Files of a question, its display, and the page's message without a worker."""
 
 from __future__ import annotations
 

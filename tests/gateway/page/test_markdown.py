@@ -1,4 +1,4 @@
-"""What a model writes is shown as Markdown, and never as markup."""
+"""Answers of a model, shown as Markdown and never as markup."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ async def test_a_phone(browser: Browser, scripted: ScriptedGateway) -> None:
 
 
 async def assert_fits(page: Page) -> None:
-    """Nothing is wider than the screen, and what is pressed is big enough for a finger."""
+    """Assert that nothing is wider than the screen and that controls fit a finger."""
     widths = await page.evaluate(
         """() => [document.documentElement, document.querySelector("#scroll")].map(
           (box) => box.scrollWidth - box.clientWidth)"""

@@ -43,7 +43,7 @@ def _left_out(*entries: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def _told(front: RunningGateway) -> str:
-    """What the model was told last."""
+    """Return the last prompt of the model."""
     return bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
 
 

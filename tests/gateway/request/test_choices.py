@@ -106,7 +106,7 @@ async def test_chat_log_probabilities(client: openai.AsyncOpenAI) -> None:
 async def test_the_end_token_has_no_log_probability(
     front: RunningGateway, route: str, *, stream: bool
 ) -> None:
-    """It is counted, and it is none of the content."""
+    """The end token counts in usage and is not part of the content."""
     model = await front.gateway.models.get(MODEL)
     assert isinstance(model, ByteModel)
     model.eos_token_ids = (2,)

@@ -51,7 +51,7 @@ async def spelled(front: RunningGateway, token_ids: Sequence[int]) -> list[str]:
 
 
 async def prompt(front: RunningGateway) -> list[str]:
-    """Of the last job."""
+    """Return the last job's prompt, one text per token."""
     return await spelled(front, front.worker.jobs[-1].prompt_token_ids or ())
 
 

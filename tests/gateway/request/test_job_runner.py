@@ -1,4 +1,4 @@
-"""What the gateway generates for itself."""
+"""Generations of the gateway's own."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def completion(front: RunningGateway, **fields: Any) -> list[dict[str, Any
 
 
 def offsets_of(text: str) -> list[int]:
-    """Where the character of each byte is."""
+    """Return, for each byte, the offset of its character."""
     return [at for at, character in enumerate(text) for _ in character.encode()]
 
 
@@ -104,7 +104,7 @@ async def test_bytes_that_are_no_text(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_text_that_was_held_back(front: RunningGateway, *, stream: bool) -> None:
-    """It may have begun a stop string, and comes with a later token."""
+    """The text may begin a stop string, so it comes with a later token."""
     front.worker.answer_ids = b"abc"
     front.worker.script = lambda _job: ["", "", "abc"]
     (choice,) = await completion(front, stop=["abd"], stream=stream)

@@ -1,4 +1,4 @@
-"""Each request that is refused is in one record, and a flood of them is in few."""
+"""Refused requests: each is in one record, and a flood of them is in few."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Book:
         await eventually(there, 20.0, f"records of {count} refusals")
 
     def kinds(self) -> dict[tuple[str, str, int, str, str], int]:
-        """How many of each tenant, door, status, code and limit."""
+        """Count refusals by tenant, entry point, status, code and limit."""
         found: dict[tuple[str, str, int, str, str], int] = {}
         for one in self.records:
             kind = (one.tenant, one.door, one.status, one.code, one.limit)
@@ -119,7 +119,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def test_pages_and_probes_are_no_refused_requests(front: RunningGateway, book: Book) -> None:
-    """They ask before a key is given, and again and again."""
+    """Pages and probes ask repeatedly before a key is given."""
     async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
         for path in ("/ops/api/totals", "/ops/api/alerts", "/v1/models", "/v1/tools", "/v1/limits"):
             assert (await http.get(path)).status_code == 401, path
@@ -322,7 +322,7 @@ async def test_a_failure_of_ours_is_a_warning_and_a_cancel_is_none(
 async def test_a_flood_over_http_leaves_few_records(
     front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
-    """With as many keys as requests, none of which is one; and the gateway answers meanwhile."""
+    """The gateway answers during a flood in which each request has another invalid key."""
     number = 600
     async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
 

@@ -83,7 +83,7 @@ async def test_a_forced_call_that_was_cut_off_is_no_content(
 
 
 class Cut(NamedTuple):
-    """What a model wrote before a stop string, and the arguments of its calls by then."""
+    """Text of a model before a stop string, and the arguments of its calls so far."""
 
     text: str
     arguments: list[str]

@@ -47,7 +47,7 @@ async def gateway_for(
 
 
 async def ask_everywhere(front: RunningGateway, headers: dict[str, str]) -> None:
-    """By each door, one job or more."""
+    """Send requests through every API, with one job or several each."""
     async with httpx.AsyncClient(base_url=front.url, timeout=20, headers=headers) as http:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
         for path, body in (

@@ -89,7 +89,7 @@ async def http(fronts: Fronts) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def _ask(http: httpx.AsyncClient, model: str, **fields: Any) -> str:
-    """Which version answers a chat."""
+    """Return the version that answers a chat."""
     answer = await http.post(CHAT, json=DOORS[CHAT] | {"model": model} | fields)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-millrace-model"] == answer.json()["model"]

@@ -349,7 +349,7 @@ def test_names_of_namespaces_fit_the_model() -> None:
 
 
 async def test_tools_among_the_items(front: RunningGateway, http: httpx.AsyncClient) -> None:
-    """As Codex sends its tools to models that take them so: in one item, in one namespace."""
+    """Codex sends tools to some models in one item, in one namespace."""
     says(front, called("functions__exec_command", '{"cmd": "ls"}'))
     space = {"type": "namespace", "name": "functions", "description": "All.", "tools": [RUN, EDIT]}
     item = {"type": "additional_tools", "role": "developer", "tools": [space, TOOLS[2]]}

@@ -45,7 +45,7 @@ def text_of(item: ConversationItem) -> str:
 
 
 async def texts(client: openai.AsyncOpenAI, conversation_id: str) -> list[str]:
-    """Of all its items, the oldest first."""
+    """Return the texts of all items of a conversation, oldest first."""
     page = await client.conversations.items.list(conversation_id, order="asc", limit=100)
     return [text_of(item) for item in page.data]
 

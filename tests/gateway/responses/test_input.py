@@ -1,4 +1,4 @@
-"""From the items and fields of a request to a conversation and an ask."""
+"""Conversion of a request's items and fields into a conversation and sampling settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of answers, with OpenAI's own client."""
+"""Stored answers, read with OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From parts to events and to the whole answer."""
+"""Conversion of parts into events and into the whole answer."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_numbers_do_not_depend_on_how_the_answer_is_cut(
 
 
 def _told(parts: Sequence[Part], last_id: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """What a stream of parts tells a client that has what came up to an id: ids and events."""
+    """Return the ids and events for a client that has all events up to ``last_id``."""
     renderer = renderer_of()
     response: Any = SimpleNamespace(choices=[SimpleNamespace(had=[])], request_id="r")
     told = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
@@ -188,7 +188,8 @@ def test_a_failure_is_told_twice() -> None:
 
 
 def test_log_probabilities_are_those_of_the_text() -> None:
-    """Those of half a character go with the whole one, those of a call's markup with nothing."""
+    """Log probabilities of half a character go with the whole one, those of call markup with none.
+    """
     one = (TokenLogprob(1, -0.5),)
     parts: list[Part] = [
         AnswerText(0, 0, 1, "", one),

@@ -52,7 +52,7 @@ async def test_two_who_ask_at_once_read_one_search(pair: Pair) -> None:
 
 
 async def test_a_search_whose_gateway_died_goes_on_at_another(pair: Pair) -> None:
-    """From its beginning, as it comes whole; an answer that the client has is not told again."""
+    """The search is answered whole; an answer that the client has is not sent again."""
     pair.worker.gate.clear()
     request_id = ""
     async with httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http:

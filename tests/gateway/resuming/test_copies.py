@@ -37,7 +37,7 @@ HEADERS = {"Idempotency-Key": "same"}
 
 
 async def read(front: RunningGateway, reading: Events | None = None) -> Events:
-    """One client's stream, to its end."""
+    """Read one client's stream to its end."""
     events = reading or Events()
     async with (
         httpx.AsyncClient(base_url=front.url, timeout=30) as http,
@@ -50,7 +50,7 @@ async def read(front: RunningGateway, reading: Events | None = None) -> Events:
 
 
 async def ask(front: RunningGateway) -> httpx.Response:
-    """One client's whole answer."""
+    """Request one client's whole answer."""
     async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
         return await http.post(PATH, json=CHAT | {"stream": False}, headers=HEADERS)
 
@@ -83,7 +83,7 @@ def _deliveries(pair: Pair) -> list[object]:
 
 
 async def test_each_stream_is_read_at_its_own_pace(pair: Pair) -> None:
-    """Those who come in the middle get it from the beginning."""
+    """Clients that come later get the stream from its beginning."""
     dripping = await slow(pair.worker)
     early = Events()
     reading = [asyncio.create_task(read(pair.first, early))]

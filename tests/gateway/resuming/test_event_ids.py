@@ -162,7 +162,7 @@ def events_of(body: str) -> list[tuple[str, str]]:
 
 
 def told(events: list[tuple[str, str]]) -> dict[Any, list[Any]]:
-    """What a client has of each choice, with deltas that follow one another put together."""
+    """Return the events of each choice, with consecutive deltas joined."""
     lists: dict[Any, list[Any]] = {}
     for _, data in events:
         event = {} if data == "[DONE]" else json.loads(data)
@@ -274,7 +274,7 @@ async def test_the_rest_comes_behind_each_event_of_thoughts(
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 async def test_ids_of_tokens_alone_are_taken(pair: Pair, path: str, body: dict[str, Any]) -> None:
-    """As streams had them before ids told of events."""
+    """Earlier streams had ids of token indices alone."""
     body = {"model": MODEL, "stream": True, "temperature": 0} | body
     async with httpx.AsyncClient(base_url=pair.second.url, timeout=10) as http:
         whole = events_of((await http.post(path, json=body, headers=TAKES_EVENTS)).text)

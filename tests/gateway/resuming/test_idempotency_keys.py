@@ -1,4 +1,4 @@
-"""One answer for one key."""
+"""Idempotency keys: one answer for one key."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_a_key_outlives_its_connection(pair: Pair) -> None:
 
 
 async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
-    """What a client does that never saw ``accepted``."""
+    """A client that never read ``accepted`` sends its generation again."""
     fields = {"model": MODEL, "prompt": TEXT, "idempotency_key": "k-4"}
     pair.worker.gate.clear()
     async with opened(pair.first) as socket:
@@ -160,7 +160,7 @@ async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
 async def test_who_comes_while_the_first_is_refused_has_its_turn(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    """Nobody waits for an answer that is never made."""
+    """A client that waits for a refused request is not left without an answer."""
     jobs, release = pair.first.gateway.bus.jobs, asyncio.Event()
     publish = jobs.publish
     num_published = 0

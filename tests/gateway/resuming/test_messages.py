@@ -17,7 +17,7 @@ TOOLS: list[dict[str, Any]] = [{"name": "look", "input_schema": {"type": "object
 
 
 class Read:
-    """What came of a stream, on one connection or several."""
+    """Messages stream as a client reads it, on one or several connections."""
 
     def __init__(self) -> None:
         self.last_id = ""

@@ -1,5 +1,8 @@
-"""Between two rounds of an answer: what can happen while the gateway's own tool runs, and while the
-job of the next round is on its way to the queue."""
+"""Events between two rounds of an answer.
+
+They happen while the gateway's own tool runs, or while the next round's job is on its way to the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +236,7 @@ async def test_a_round_may_be_over_before_the_queue_has_answered(
 async def test_an_answer_that_is_left_between_rounds_ends(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is held, and whoever comes in time gets it; if nobody does, nothing of it is left."""
+    """The answer is held for a client that returns in time; otherwise nothing of it remains."""
     front, release = await place.gateway(), asyncio.Event()
 
     async def publish(real: Publish, job: Job) -> PublishedJob:

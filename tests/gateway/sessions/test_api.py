@@ -132,7 +132,7 @@ async def test_what_is_refused(http: httpx.AsyncClient, redis: Redis) -> None:
 async def test_a_request_that_is_refused_later_leaves_nothing(
     http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    """What no limit has counted must not pile up in Redis."""
+    """A request that no limit has counted must not pile up in Redis."""
 
     async def is_empty() -> bool:
         return not await redis.keys("ctx*")

@@ -26,7 +26,7 @@ Clients = dict[str, httpx.AsyncClient]
 
 @pytest.fixture
 async def clients(redis: Redis, redis_server: RedisServer) -> AsyncIterator[Clients]:
-    """By their tenants; "" has no key."""
+    """Yield one client per tenant; tenant "" has no key."""
     config = RedisConfig(url=redis_server.url)
     link = RedisLink(config)
     store = TenantStore(link)

@@ -120,8 +120,11 @@ async def test_all_rounds_of_tools_are_kept(front: Front) -> None:
 async def test_any_order_of_requests(
     make: Make, redis: Redis, steps: list[tuple[str, int, int | None]]
 ) -> None:
-    """Against a plain list: a turn goes behind what is there, or, if nothing came since it began,
-    behind what it keeps."""
+    """Sessions match a plain list for any order of requests.
+
+    A turn is appended to the list; if nothing was added since it began, it follows the messages
+    that it keeps.
+    """
     await redis.flushall()
     fronts = [make(), make()]
     kept: list[str] = []

@@ -1,4 +1,4 @@
-"""What a client saw of a stream: gaps, stalls, and a count that goes on with who goes on."""
+"""Delivery statistics of a stream: gaps, stalls, and counts that continue at another gateway."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listener(Client):
         """The test takes."""
 
     def drop(self, reason: str) -> None:
-        """Nothing is dropped here."""
+        """Do nothing: these tests drop no client."""
 
 
 class Watched:
@@ -118,7 +118,7 @@ async def test_what_nobody_takes_was_not_delivered() -> None:
 
 
 async def test_another_gateway_counts_on() -> None:
-    """Their monotonic clocks have nothing in common; the wall clocks agree."""
+    """The gateways' monotonic clocks differ and their wall clocks agree."""
     first = Watched(ManualClock())
     first.start(epoch=0)
     await first.give(0.5, 0)

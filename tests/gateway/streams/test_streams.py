@@ -106,7 +106,7 @@ class Table:
         )
 
     async def advance_with(self, worker_id: str, duration_s: int) -> None:
-        """With a heartbeat each second."""
+        """Advance the clock with one heartbeat of the worker per second."""
         for _ in range(duration_s):
             self.beat(worker_id)
             await self.clock.advance(1)

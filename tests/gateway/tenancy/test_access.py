@@ -1,4 +1,4 @@
-"""Who may come in, with keys and from which pages; and how a gateway leaves."""
+"""Access to a gateway, by key and by the page's origin, and a gateway's shutdown."""
 
 from __future__ import annotations
 

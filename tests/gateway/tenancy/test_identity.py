@@ -1,4 +1,4 @@
-"""Who a caller is taken for, with a real redis-server and without one."""
+"""Identity of a caller, with a real redis-server and without one."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Reserve:
-    """As many at the same time as there are entries."""
+    """Simultaneous reservations, one per entry."""
 
     requests: list[Wanted]
 
@@ -105,7 +105,7 @@ STEPS = st.lists(
 
 @dataclass
 class Life:
-    """What an observer saw of a granted request. Its share of what it set aside is eighths."""
+    """Observed life of a granted request. ``share``: eighths used of its reservation."""
 
     wanted: Wanted
     granted_s: float

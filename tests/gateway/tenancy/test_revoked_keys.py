@@ -138,7 +138,7 @@ async def until_open(front: RunningGateway) -> None:
 async def test_resume_with_a_revoked_key_is_refused_at_once(
     pair: tuple[RunningGateway, RunningGateway], store: TenantStore
 ) -> None:
-    """By a socket that is still open and by one SSE request, at another gateway than the first."""
+    """Resumption at a second gateway is refused on an open socket and on a new SSE request."""
     front, other = pair
     stop_after_one_token(front)
     record, token = await store.create_key("acme", 0)
@@ -202,7 +202,7 @@ async def test_while_redis_is_away_nobody_is_parted_with(
     pair: tuple[RunningGateway, RunningGateway],
     store: TenantStore,
 ) -> None:
-    """This Redis keeps nothing, so that when it is back there is no such key."""
+    """This Redis stores nothing on disk, so the key no longer exists after its restart."""
     front, _ = pair
     _, token = await store.create_key("acme", 0)
     async with socket(front, token) as connection:

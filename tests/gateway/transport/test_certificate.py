@@ -38,7 +38,7 @@ def config_of(pair: Pair) -> GatewayConfig:
 
 
 def replace_files(shown: Pair, new: Pair) -> None:
-    """As certificate managers do: each file is renamed into place."""
+    """Replace files by renaming, as certificate managers do."""
     for old, fresh in zip(shown, new, strict=True):
         fresh.rename(old)
 

@@ -67,7 +67,7 @@ async def labels() -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
 
 
 def logits(text: str, num_labels: int = 1) -> list[float]:
-    """What the worker says of a text."""
+    """Return the fake worker's logits of a text."""
     return [(byte - 108) / 4 for byte in text.encode()[-num_labels:]]
 
 

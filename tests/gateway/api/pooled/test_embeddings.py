@@ -39,7 +39,7 @@ _PATH = "/v1/embeddings"
 
 
 def _pooled(text: str, pooling: Pooling = Pooling.MEAN) -> list[float]:
-    """What the worker says of a text."""
+    """Return the fake worker's embedding of a text."""
     numbers = [float(len(pooling)), *map(float, text.encode())][:EMBEDDING_SIZE]
     return numbers + [0.0] * (EMBEDDING_SIZE - len(numbers))
 
@@ -70,7 +70,7 @@ async def test_the_client_s_default_is_base64(
 async def test_inputs_are_parts_of_the_request_that_the_answer_names(
     client: openai.AsyncOpenAI, front: RunningGateway
 ) -> None:
-    """Each input pays for itself; its row is found by the answer's X-Request-Id."""
+    """Each input is a separate job; its row names the X-Request-Id of the answer."""
     raw = await client.embeddings.with_raw_response.create(model=MODEL, input=["a", "b"])
     parts = [job.part for job in front.worker.jobs if job.part is not None]
     assert sorted(part.choice for part in parts) == [0, 1]
@@ -208,7 +208,7 @@ async def test_a_body_too_large() -> None:
 
 
 class _Ledger:
-    """In the place of the limiter's two doors."""
+    """Record of the limiter's calls ``reserve`` and ``settle_soon``."""
 
     def __init__(self, limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reserved: list[Demand] = []
