@@ -1,4 +1,4 @@
-"""What must be true at every moment, and once everything has come to rest."""
+"""Invariants that hold at every moment, and those that hold once the system is at rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_WITHIN_S = 300.0
 
 
 def check_now(system: System) -> None:
-    """At every moment."""
+    """Check the invariants that hold at every moment."""
     assert not system.wrongs, system.wrongs
     for worker in system.workers.values():
         process = worker.process
@@ -53,7 +53,7 @@ def records(system: System) -> dict[str, RequestRecord]:
 
 
 def come_to_rest(system: System) -> None:
-    """Nothing goes wrong any more: all must end, and nothing be left behind."""
+    """Run without further faults until all requests have ended and no trace of them remains."""
     deadline_s = system.clock.monotonic() + _END_WITHIN_S
     while unfinished := _unfinished(system):
         assert system.clock.monotonic() < deadline_s, f"no end of {unfinished}"

@@ -1,4 +1,4 @@
-"""Who asks: what a client has read, and what it had to read."""
+"""Clients of the simulated system: frames that they have read, and frames that they must read."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Asked:
 
 
 class Holder(Protocol):
-    """What a reader needs of its gateway."""
+    """Gateway as a reader sees it."""
 
     def soon(self, callback: Callable[[], None]) -> None: ...
 
@@ -117,7 +117,7 @@ class Holder(Protocol):
 
 
 class Reader(Client):
-    """One connection of a client at one gateway."""
+    """Connection of one client at one gateway."""
 
     def __init__(self, gateway: Holder, asked: Asked) -> None:
         super().__init__(limit_bytes=1 << 30)

@@ -24,7 +24,7 @@ _NEVER_S = 1e9
 
 
 class Gateway:
-    """One life. ``gateway_id`` stays over lives."""
+    """Incarnation of a gateway. ``gateway_id`` is the same for all incarnations."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class Gateway:
             return None
 
     async def publish(self, asked: Asked) -> None:
-        """For nobody who listens. Raises MillraceError: it was perhaps not stored."""
+        """Publish a job without a listener. Raises MillraceError: it may have been stored."""
         await self._bus.jobs.publish(asked.question.job)
 
     def cancel(self, request_id: str) -> None:
-        """On behalf of somebody who owns the request."""
+        """Cancel a request as its owner does."""
         self.process.spawn(self._bus.control.cancel(Cancel(request_id=request_id)))
 
     def disconnect(self, asked: Asked) -> None:
@@ -163,7 +163,7 @@ class Gateway:
 
 
 class _Nobody(Client):
-    """In the place of a client that may come back."""
+    """Stand-in for a client that may return."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(limit_bytes=1 << 30)
@@ -182,4 +182,4 @@ class _Nobody(Client):
 
 
 def _ignore(_stream: OpenStream) -> None:
-    """Nobody counts them."""
+    """Do nothing: stream ends are not counted here."""

@@ -27,9 +27,12 @@ class Trap:
 
 
 class Process:
-    """One life of a process. ``on_death`` is called when it was killed, or has ended by itself;
-    ``failure`` is what its main task ended with, if that was an error. ``is_shaken`` is set when
-    it was out of touch for whatever time; whoever looks at that clears it."""
+    """Incarnation of a process.
+
+    ``on_death`` is called when the process was killed or has ended by itself. ``failure`` is the
+    error of its main task, if it ended with one. ``is_shaken`` is set once the process was
+    disconnected or frozen for any time; its reader clears it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -90,7 +93,7 @@ class Process:
             await asyncio.get_running_loop().create_future()
 
     async def passes(self, kind: str, *, is_after: bool) -> None:
-        """It is about to do something, or has done it: where traps are."""
+        """Die at the trap of this kind, if one is set for the moment before or after the action."""
         trap = self.trap
         if trap is not None and trap.kind == kind and trap.is_after == is_after:
             self.kill()
@@ -120,11 +123,11 @@ class Process:
             self._context.copy().run(self._arrived.popleft())
 
     def cut(self) -> None:
-        """Its connection is gone."""
+        """Break the process's connection."""
         self.is_cut = self.is_shaken = True
 
     def mend(self) -> None:
-        """It is connected again, and is told so."""
+        """Restore the process's connection and notify the process."""
         if self.is_cut and self.is_alive:
             self.is_cut = False
             for callback in list(self.on_mended):
@@ -144,7 +147,7 @@ def task_factory(
     work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[Any]:
-    """Each task is its process's."""
+    """Make a task that belongs to the process of its context."""
     task = asyncio.Task(work, loop=loop, context=context)
     owner = _owner.get() if context is None else context.get(_owner)
     if owner is not None:
@@ -153,4 +156,4 @@ def task_factory(
 
 
 def _ignore() -> None:
-    """Nobody has asked to hear it."""
+    """Do nothing."""

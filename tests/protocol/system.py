@@ -99,10 +99,10 @@ class SchedulerLife:
 
 
 class System:
-    """Everything in one loop of its own; ``pass_s`` is how time goes on.
+    """Simulated system in one event loop; ``pass_s`` advances its time.
 
-    Each process has a name, under which its next life starts: ``restarts_after_s`` it has died, or
-    when ``start`` is called. ``wrongs`` is what should not have happened so far.
+    Each process has a name, under which its next incarnation starts: ``restarts_after_s`` after its
+    death, or when ``start`` is called. ``wrongs`` lists the errors found so far.
     """
 
     def __init__(self, model: ServedModel, seed: int) -> None:
@@ -174,7 +174,7 @@ class System:
     # --- processes ---
 
     def processes(self) -> list[Process]:
-        """Those that live, in a fixed order."""
+        """List the live processes in a fixed order."""
         processes = [
             *(worker.process for worker in self.workers.values()),
             *(scheduler.process for scheduler in self.schedulers.values()),
@@ -183,7 +183,7 @@ class System:
         return [process for process in processes if process.is_alive]
 
     def start(self, name: str) -> None:
-        """Its next life."""
+        """Start the next incarnation of the process."""
         self.act(lambda: self._launch(name))
 
     def _launch(self, name: str) -> None:
@@ -276,7 +276,7 @@ class System:
             self._come_back_later(asked)
 
     async def _done(self, process: Process, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether a process has done something, and heard so."""
+        """Return whether a process has completed the work and was told of its success."""
         task = process.spawn(work)
         await asyncio.wait({task})
         if task.cancelled():

@@ -35,7 +35,7 @@ _GATEWAY_DEEDS = ("publish", "_INBOX", "worker", "handover", "cancel")
 
 
 def _traps(*deeds: str) -> st.SearchStrategy[tuple[str, bool]]:
-    """What a process is about to do, or has just done, when it dies."""
+    """Draw an action, and whether the process dies before or after it."""
     return st.tuples(st.sampled_from(deeds), st.booleans())
 
 
@@ -49,8 +49,11 @@ def _model() -> ServedModel:
 
 
 class Protocol(RuleBasedStateMachine):
-    """What happens, in any order. Parts that died come back only when a rule says so, or at the
-    end, when everything is whole again and all has to end."""
+    """Faults and requests in any order.
+
+    Dead parts restart only by a rule, or at the end, when all faults are repaired and all requests
+    have to end.
+    """
 
     def __init__(self) -> None:
         super().__init__()

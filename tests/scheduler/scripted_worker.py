@@ -108,7 +108,7 @@ class ScriptedWorker:
         return self
 
     async def kill(self) -> None:
-        """As kill -9 does: not a word, and nobody is there any more."""
+        """Die as by kill -9: no message, and no subscription remains."""
         self.alive = False
         for task in self._tasks:
             task.cancel()
@@ -272,7 +272,7 @@ class ScriptedWorker:
                 self._tasks.append(asyncio.create_task(self._tell(known)))
 
     async def _tell(self, dispatch: Dispatch) -> None:
-        """What a run took that another one goes on from."""
+        """Publish the usage of an attempt that another attempt continues."""
         await self.clock.sleep(self.last_word_after_s)
         served = (self._served(dispatch),)
         request_ids = (dispatch.job.request_id,)

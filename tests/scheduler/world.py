@@ -83,7 +83,7 @@ def load_fake(model: str) -> FakeModel:
 
 
 class FakeRunningRequests:
-    """What Redis would know."""
+    """Fake of Redis's index of running requests."""
 
     def __init__(self) -> None:
         self.known: dict[str, RunningRequest] = {}
@@ -135,8 +135,11 @@ class FakeRunningRequests:
 
 
 class KnownAdapters(AdapterDirectory):
-    """What Redis would know: ``offered`` by name and version, the newest by name alone. While it is
-    ``away`` nothing is."""
+    """Fake of Redis's adapters.
+
+    ``offered`` has them by name and version, and the newest by name alone. While ``away`` is set,
+    no adapter is found.
+    """
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(None, clock)
@@ -154,7 +157,7 @@ class KnownAdapters(AdapterDirectory):
 
 
 class KnownTenants(ReplyOwners):
-    """What Redis would know: ``tenants`` have a record."""
+    """Fake of Redis's tenants: each of ``tenants`` has a record."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -180,8 +183,10 @@ def job(request_id: str, **changes: object) -> Job:
 
 
 class World:
-    """Everything in one loop; ``until`` is how time goes on. With ``tiers`` each scheduler keeps
-    these limits by itself, as while Redis is unreachable."""
+    """Schedulers, workers and a client in one event loop; ``until`` advances its time.
+
+    With ``tiers`` each scheduler enforces these limits alone, as while Redis is unreachable.
+    """
 
     def __init__(
         self,
@@ -254,7 +259,7 @@ class World:
         await task
 
     async def kill_scheduler(self, index: int = 0) -> None:
-        """Without a word to anybody."""
+        """Kill a scheduler: it sends no message."""
         scheduler = self.schedulers.pop(index)
         _, task = self._running.pop(index)
         await scheduler.state.tasks.close()
@@ -308,7 +313,7 @@ class World:
         await asyncio.sleep(0)
 
     async def pass_real(self, predicate: Callable[[], bool]) -> None:
-        """For what waits on the real clock: answers that time out."""
+        """Advance both clocks until ``predicate`` holds: replies time out by the real clock."""
         async with asyncio.timeout(5.0):
             while not predicate():
                 await self.clock.advance(_STEP_S)

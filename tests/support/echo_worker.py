@@ -364,7 +364,7 @@ def _results_of(frames: Sequence[Frame]) -> tuple[BeamResult, ...]:
 
 
 def _with_logprobs(job: Job, delta: Delta, first_rank: int) -> Delta:
-    """Each token at -0.5, and as many alternatives as were asked for a little below."""
+    """Add logprobs: -0.5 for each token, and slightly less for each requested alternative."""
     num_top = job.sampling.logprobs
     if num_top is None:
         return delta

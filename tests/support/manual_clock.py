@@ -52,7 +52,7 @@ class ManualClock:
 
     @property
     def num_sleepers(self) -> int:
-        """How many tasks wait for this clock."""
+        """Number of tasks that wait for this clock."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
 

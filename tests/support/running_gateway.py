@@ -89,7 +89,7 @@ class ByteTokenizer:
 
 
 class ByteModel:
-    """What the gateway needs of a served model."""
+    """Stand-in for a served model whose tokens are bytes."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()

@@ -35,8 +35,10 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """In a child before exec: be killed when the thread that started it ends, be it with its
-    process or before."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    Call it in a child before exec. The thread may end with its process or earlier.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -77,7 +79,7 @@ class Server:
         raise AssertionError("each server has its own command")
 
     def greets(self, connection: socket.socket) -> bool:
-        """Whether the server at the other end serves."""
+        """Return whether the server at the other end serves."""
         raise AssertionError("each server has its own greeting")
 
     def start(self) -> None:
@@ -247,7 +249,7 @@ def tls_redis_path() -> str | None:
 
 
 def _has_tls(program: str) -> bool:
-    """It names what is wrong with the value of a setting that it knows."""
+    """Return whether the program knows the setting ``tls-port``: it names a bad value of one."""
     said = subprocess.run(
         [program, "--port", "0", "--tls-port", "x"], capture_output=True, text=True, check=False
     )

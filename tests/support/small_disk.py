@@ -54,7 +54,7 @@ class SmallDisk:
 
 
 class NoDiskError(Exception):
-    """Nobody may mount anything here, which takes root; the message is what ``mount`` said."""
+    """Mounting is not permitted here, which takes root; the message is the output of ``mount``."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a telemetry process sees of its own alerts."""
+"""Alerts of a telemetry process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_conditions(flow: RecordFlow, holding: set[tuple[str, str]]) -> None:
 async def test_a_running_process_tells_rows_and_its_own_state(
     store_path: Path, embedded_kafka: KafkaConfig
 ) -> None:
-    """Over the bus, of a request whose record came through Kafka."""
+    """The answer comes over the bus, for a request whose record came through Kafka."""
     bus = MemoryBus(MemoryBroker())
     config = Config(
         clickhouse=ClickHouseConfig(path=str(store_path)), kafka=embedded_kafka, redis=NO_REDIS

@@ -1,4 +1,4 @@
-"""What the telemetry process does while nothing comes: nothing."""
+"""Idle telemetry process: it queries and writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a telemetry process is what has landed, and what has not."""
+"""Metrics of a telemetry process: landed and failed records as Prometheus reads them."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ async def test_a_name_is_a_name_whatever_it_looks_like(store: Store, door: Door)
 
 
 async def test_an_export_of_long_rows_is_whole(store: Store, door: Door) -> None:
-    """As many as fit an answer come at once, however long what people call themselves is."""
+    """An answer holds as many rows as fit, for long names of users too."""
     base = request_record(1)
     records = [
         msgspec.structs.replace(

@@ -1,5 +1,4 @@
-"""What one looks at on the operations page: ranges, filters, one request, files; all of it in the
-address."""
+"""Views of the operations page, kept in the address: ranges, filters, one request, files."""
 
 from __future__ import annotations
 
@@ -301,7 +300,7 @@ async def test_files_of_what_is_shown(
 
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 async def test_the_tables_are_described(ops: OpsPage, width: int) -> None:
-    """As docs/tables.md says it, to a reader without a key: nothing is asked of telemetry."""
+    """The page shows docs/tables.md without a key and without a query to telemetry."""
     page, complaints = await ops.open("tables.html", width=width)
     rows = page.locator("#columns tbody tr")
     await expect(page.locator("#said")).to_contain_text("Times are UTC")

@@ -281,7 +281,7 @@ def _paid(records: list[RequestRecord], tenant: str | None = None) -> Decimal:
 
 
 def _plain(amount: Decimal) -> str:
-    """As the store writes it."""
+    """Format an amount as the store writes it."""
     return f"{amount.normalize():f}"
 
 

@@ -147,7 +147,7 @@ def moved_request(done_ns: int) -> RequestRecord:
 
 
 def refusals() -> list[RefusalRecord]:
-    """What was refused of it: a tenant at its limit, and somebody with a wrong key."""
+    """Make refusals of the traffic: a tenant at its limit, and requests with a wrong key."""
     now_ns = time.time_ns()
     limited = [
         refusal_record(

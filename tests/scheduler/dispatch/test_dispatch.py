@@ -1,4 +1,4 @@
-"""From the queue to a worker: late binding, placement, vetoes, refusals."""
+"""Path of a job from the queue to a worker: late binding, placement, vetoes, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has no room holds up no higher tier for which others would make way."""
+"""Preemption: a job without room does not block a higher tier that may preempt others."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """Where roles are switched."""
+    """Yield a world whose scheduler switches roles."""
     world = World(msgspec.structs.replace(CONFIG, switch_roles=True))
     await world.open()
     yield world

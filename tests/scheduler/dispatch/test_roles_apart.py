@@ -84,7 +84,7 @@ async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
 
 
 async def _with_prompt_under_way(world: World) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """Of ``r1`` 160 tokens are computed, and pulled to where it will decode."""
+    """Return a prefill and a decode worker; the latter has pulled 160 computed tokens of ``r1``."""
     prefilling, decoding = await _with_roles(world, SLOW_PULL)
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)

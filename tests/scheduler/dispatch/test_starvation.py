@@ -1,4 +1,4 @@
-"""What cannot be sent just now holds up nothing but what it waits for."""
+"""Starvation: a job that cannot be sent blocks only jobs that need the same resource."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_batch_work_that_waits_gives_newcomers_no_claim_on_the_past(world:
 
 
 async def test_a_restart_of_a_scheduler_changes_nobodys_turn(world: World) -> None:
-    """What waited in it has run nowhere, so no stream was interrupted."""
+    """The waiting jobs have run nowhere, so no stream was interrupted."""
     worker = await world.add_worker(num_slots=1)
     for number in range(9):
         await world.client.jobs.publish(job(f"heavy-{number}", tenant=f"h{number}"))

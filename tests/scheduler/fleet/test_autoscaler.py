@@ -1,4 +1,4 @@
-"""How many workers are wanted, when, and when no more."""
+"""Desired number of workers, and the time of each change."""
 
 from __future__ import annotations
 

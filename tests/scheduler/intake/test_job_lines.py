@@ -32,7 +32,7 @@ _NS_PER_S = 1_000_000_000
 
 
 async def open_world(free: LimitSet) -> World:
-    """With the limits of tenants in the tier free."""
+    """Open a world with these limits for tenants of the tier ``free``."""
     world = World(_CONFIG, tiers=TierLimits(free=free))
     await world.open()
     return world

@@ -56,7 +56,8 @@ async def test_a_pull_that_failed_says_nothing_of_the_queue(
 
 
 async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World) -> None:
-    """What was thought to be another's is not, once one of it was found."""
+    """A scheduler takes a job for another scheduler's only until it gets a job of that tenant
+    queue."""
     scheduler = world.schedulers[0]
     for number in range(10):
         await world.client.jobs.publish(job(f"r{number}"))
@@ -126,7 +127,7 @@ async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would
 
 
 async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: World) -> None:
-    """What a service publishes by itself waits, and does not count against the queue's bound."""
+    """Jobs that a service publishes itself wait and do not count against the queue's bound."""
     world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
     await world.add_worker(num_slots=1)
     for second in range(8):
@@ -205,7 +206,7 @@ async def test_room_at_any_of_its_models_lets_a_job_without_a_model_go_on() -> N
 
 
 async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
-    """One end in a while says little; the workers say how fast they are."""
+    """One completion says little about the rate, so the workers' reported speeds count."""
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
     await world.open()
@@ -221,7 +222,7 @@ async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
 
 
 async def test_nobody_is_refused_because_a_worker_has_to_start_again() -> None:
-    """What is left of the window's ends tells of the time without a worker."""
+    """The window's remaining completions include the time without a worker."""
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=30_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
     await world.open()

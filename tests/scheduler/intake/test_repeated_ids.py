@@ -28,7 +28,7 @@ from tests.scheduler.world import World, job
 
 
 def publish(world: World, repeated: Job, *, reserved: bool = False) -> None:
-    """As a service does that sends no Nats-Msg-Id."""
+    """Publish a job without a Nats-Msg-Id, as some services do."""
     queue = world.client.jobs
     assert isinstance(queue, MemoryJobQueue)
     subject = subjects.job(TenantQueue.of(repeated, reserved=reserved))
@@ -117,7 +117,7 @@ async def test_permissions_of_an_earlier_version_stop_nothing(
 
 
 async def test_the_end_of_a_job_that_no_worker_ends(world: World) -> None:
-    """Its reader had frames of the worker that died, and is told that no more come."""
+    """The reader has frames of the dead worker and receives a terminal frame."""
     deadline_ns = world.clock.now_ns() + 5_000_000_000
     worker = await world.add_worker()
     publish(world, job("r1", deadline_ns=deadline_ns, store_result=True))
@@ -248,7 +248,7 @@ async def test_the_same_listener_gets_what_the_first_sends(world: World) -> None
 
 @pytest.mark.parametrize("finished", [True, False])
 async def test_when_the_index_knows_the_first(world: World, finished: bool) -> None:
-    """It was answered, or runs in another scheduler's hands."""
+    """The first job was answered, or it runs at another scheduler."""
     worker = await world.add_worker()
     # With a job before it, so that the queue is known to count its deliveries.
     publish(world, job("r0"))
@@ -268,7 +268,7 @@ async def test_when_the_index_knows_the_first(world: World, finished: bool) -> N
 
 
 async def test_after_the_first_nobody_knows_of(world: World) -> None:
-    """Its entry in the index has expired: it runs."""
+    """The index entry of the first job has expired, so the repeated job runs."""
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)

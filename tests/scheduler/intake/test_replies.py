@@ -1,4 +1,4 @@
-"""Where the frames of a service's job may go."""
+"""Permitted reply subjects for the frames of a service's job."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ async def standing(bench: LimitBench, tenant: str) -> tuple[int, int]:
 async def settle(
     bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: int, currency: str = "USD"
 ) -> bool:
-    """As a worker does at the end."""
+    """Settle the job's reservation, as a worker does at the end."""
     assert job.reservation is not None
     settlements = Settlements(bench.link, bench.clock, redis_time=False)
     return await settlements.settle(
@@ -107,7 +107,7 @@ async def test_a_job_over_a_limit_waits_for_it(bench: LimitBench) -> None:
 
 
 async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench) -> None:
-    """It may cost 19 EUR."""
+    """The job may cost up to 19 EUR."""
     await bench.tenant("acme", monthly_budget={"USD": Decimal(1), "EUR": Decimal(20)})
     await bench.tenant("dollars", monthly_budget=Decimal(1))
     keeper = LimitKeeper(bench.link, TierLimits(), bench.clock, redis_time=False, remembers=True)
@@ -175,7 +175,7 @@ async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: Limit
 
 
 async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> None:
-    """Each has a line of its own, and what ends at one of them lets the other go on."""
+    """Each scheduler has its own queue; a job's end at one scheduler admits a job at another."""
     await bench.tenant("acme", concurrent_requests=2)
     tasks = Tasks()
     lines = [TenantLines(door_of(bench), bench.clock, tasks) for _ in range(2)]
@@ -255,7 +255,7 @@ async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) 
 
 
 async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBench) -> None:
-    """Its scheduler died, before its end or between that and the acknowledgement."""
+    """The first scheduler died before the job's end, or between its end and the acknowledgement."""
     await bench.tenant("acme", requests_per_minute=1, concurrent_requests=1)
     first = scheduled_job("acme")
     assert await door_of(bench).admit(first) is None
@@ -271,7 +271,7 @@ async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBenc
 
 
 async def test_what_began_goes_on_and_is_charged(bench: LimitBench) -> None:
-    """What was set aside has lapsed, and others have used the limit up since."""
+    """The job's reservation has lapsed, and other jobs have used up the limit since."""
     await bench.tenant("acme", requests_per_minute=1)
     assert await door_of(bench).admit(scheduled_job("acme")) is None
     job = scheduled_job("acme", interrupted=True)

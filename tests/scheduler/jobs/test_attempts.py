@@ -1,4 +1,4 @@
-"""What a job's earlier runs took is known to the next one, and to the record if there is none."""
+"""Device time of earlier attempts, in the next attempt or in the job's record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which request is blamed for the death of workers."""
+"""Poison pills: the request that is blamed for the death of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer has costs a pull, not a prefill."""
+"""KV sources: a prefix that another worker has costs a pull instead of a prefill."""
 
 from __future__ import annotations
 

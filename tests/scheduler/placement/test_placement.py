@@ -122,8 +122,11 @@ def test_the_first_token_is_predicted() -> None:
 
 
 def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> None:
-    """One worker has the prompt that all begin with; the others compute it as soon as that is
-    faster than to stand in line, and from then on have it too."""
+    """All prompts share a prefix that one worker has cached.
+
+    Other workers compute it as soon as that is faster than the wait for the first, and have it from
+    then on.
+    """
     workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(8)]
     cached = {"w0": 2_000}
     counts: Counter[str] = Counter()
@@ -186,7 +189,7 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
 
 
 def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
-    """Both are equally fast: a step takes 18 ms and 0.1 ms a sequence."""
+    """Both workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
     equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
 
     def told(name: str, batch: int) -> WorkerStatus:

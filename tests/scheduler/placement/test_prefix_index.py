@@ -1,4 +1,4 @@
-"""Which worker has which prefix: the index against a dictionary of sets."""
+"""Prefix index of all workers, against a dictionary of sets."""
 
 from __future__ import annotations
 

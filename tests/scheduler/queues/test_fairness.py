@@ -1,4 +1,4 @@
-"""Nobody starves anybody: many tenants and tiers through a whole scheduler."""
+"""Fairness among many tenants and tiers through a whole scheduler."""
 
 from __future__ import annotations
 

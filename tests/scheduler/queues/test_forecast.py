@@ -1,4 +1,4 @@
-"""When a job will start: who is before it, here and in the queue, and how long they take."""
+"""Forecast of a job's start: jobs before it, here and in the queue, and their durations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _HARD = "Prove that the wheel turns, step by step."
 
 
 def forecast(**waiting: tuple[Tier, int, float]) -> Forecast:
-    """Of tenants with so many jobs in the queue, who send so many more in a second, on a worker of
-    one slot on which a job takes a second."""
+    """Forecast for one worker with one slot, where a job takes one second.
+
+    ``waiting`` gives each tenant's tier, number of queued jobs and new jobs per second.
+    """
     queue = FairQueue(SchedulerConfig())
     found: dict[Tenant, Waiting] = {}
     for name, (tier, count, per_s) in waiting.items():
@@ -41,7 +43,7 @@ def forecast(**waiting: tuple[Tier, int, float]) -> Forecast:
 
 
 def wait_s(found: Forecast, tier: Tier, tenant: str) -> float:
-    """Until a job of a tenant would start that came now."""
+    """Return the wait in seconds of a new job of the tenant."""
     return found.tenants_s.get(Tenant(tier, tenant), found.tiers_s[tier])
 
 
@@ -66,7 +68,7 @@ def test_tiers_share_by_weight() -> None:
 
 
 def test_those_who_come_meanwhile_get_their_share() -> None:
-    """One of two seconds is theirs, as they ask for more than that."""
+    """The other tenant gets every second turn because it asks for more than half."""
     alone = forecast(long=(Tier.FREE, 20, 0.0))
     beside = forecast(long=(Tier.FREE, 20, 0.0), other=(Tier.FREE, 0, 3.0))
     little = forecast(long=(Tier.FREE, 20, 0.0), other=(Tier.FREE, 0, 0.25))
@@ -111,8 +113,10 @@ def test_arrivals_are_counted_over_a_while_and_forgotten() -> None:
 
 
 async def busy_worker(world: World, model: str = "m", tenant: str = "busy") -> ScriptedWorker:
-    """One slot, 20 ms a token, and 40 jobs of 100 tokens of one tenant, most of them in the queue
-    still."""
+    """Add a busy worker with one slot and 20 ms per token.
+
+    One tenant sends it 40 jobs of 100 tokens; most of them wait in the queue.
+    """
     worker = await world.add_worker(model, num_slots=1, model=model)
     worker.decode_step_ms = 20.0
     await worker.announce()

@@ -41,7 +41,7 @@ def send_all(jobs: TenantJobs) -> list[ScheduledJob]:
 @settings(max_examples=200)
 @given(st.lists(_STEPS, max_size=80))
 def test_the_head_is_of_the_least_priority_or_due(steps: list[object]) -> None:
-    """Against the rule in words, whatever comes, goes, or does not fit meanwhile."""
+    """The queue matches a plain list while jobs come, go, or do not fit."""
     jobs = TenantJobs()
     here: list[ScheduledJob] = []
     passed: list[ScheduledJob] = []

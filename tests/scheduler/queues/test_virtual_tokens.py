@@ -51,7 +51,7 @@ def test_too_much_charged_comes_back() -> None:
 
 
 def test_what_comes_back_of_the_time_before_a_pause_is_no_claim() -> None:
-    """Who was lifted meanwhile has nothing of what was charged too much."""
+    """A tenant lifted meanwhile gets no refund of an earlier overcharge."""
     tokens: VirtualTokens[str] = VirtualTokens()
     tokens.begin("a")
     tokens.begin("b")

@@ -113,7 +113,7 @@ class Network:
 
 @contextlib.contextmanager
 def made_network(num_hosts: int) -> Iterator[Network]:
-    """For a test, which is skipped where no network can be made."""
+    """Make a network for a test, which is skipped where no network can be made."""
     with contextlib.ExitStack() as stack:
         try:
             network = stack.enter_context(Network(num_hosts))
@@ -133,6 +133,6 @@ def _ip(*arguments: str) -> None:
 
 
 def _try_ip(*arguments: str) -> None:
-    """What is not there any more is no error."""
+    """Run ``ip`` and ignore its failure: the object may be gone already."""
     with contextlib.suppress(NoNetworkError):
         _ip(*arguments)

@@ -1,4 +1,4 @@
-"""Who gets through the store's door, and what a statement that got through can touch."""
+"""Access to the store's HTTP interface, and the limits of permitted statements."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def trap() -> Iterator[Trap]:
 async def test_a_name_and_a_password_are_demanded(
     client: httpx.AsyncClient, user: str, key: str, status: int
 ) -> None:
-    """In each of the forms in which clients of ClickHouse send them."""
+    """Credentials are required in each form in which ClickHouse's clients send them."""
     headers = {b"X-ClickHouse-User": user.encode(), b"X-ClickHouse-Key": key.encode()}
     by_header = await client.post("/", content="SELECT 1", headers=headers)
     named = {name: value for name, value in (("user", user), ("password", key)) if value}
@@ -208,7 +208,7 @@ async def test_a_name_in_a_parameter_is_a_table(client: httpx.AsyncClient) -> No
 async def test_the_engine_itself_refuses_sources_without_any_look_at_the_statement(
     store: Store, store_path: Path, tmp_path: Path, trap: Trap
 ) -> None:
-    """On the connection that writes, too, where no statement is looked at: by the grants."""
+    """The grants forbid sources on the writing connection too, whose statements are not checked."""
     file = tmp_path / "secret.txt"
     file.write_text(SECRET)
     connection = connect(str(store_path), "millrace")
@@ -235,7 +235,7 @@ async def test_the_engine_itself_refuses_sources_without_any_look_at_the_stateme
 
 
 async def test_an_engine_that_was_open_before_is_not_served(tmp_path: Path) -> None:
-    """Its user is the one that it started with, who may read everything."""
+    """The engine keeps the user that opened it, who may read everything."""
     script = (
         "import sys, chdb\n"
         "from millrace.telemetry.store.embedded_engine import connect\n"

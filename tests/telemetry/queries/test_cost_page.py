@@ -107,7 +107,7 @@ def samples() -> Iterator[WorkerSample]:
 
 
 async def fill(store: Store) -> None:
-    """Each row twice: nothing on the page may notice."""
+    """Store each row twice, which must not change the page."""
     requests = [request(*row) for row in REQUESTS]
     moved = Attempt(
         epoch=1, worker_id="worker-2", started_ns=DONE_NS - _NS_PER_S, device_us=120_000
@@ -133,7 +133,7 @@ async def fill(store: Store) -> None:
 
 
 def statement(kind: str, text: str) -> tuple[str, dict[str, str | int | float]] | None:
-    """What a block asks of the store, and with which parameters; None if it asks nothing."""
+    """Return the SQL and the parameters of a block, or None if it queries nothing."""
     if kind == "sql":
         return text, {}
     words = shlex.split(text)

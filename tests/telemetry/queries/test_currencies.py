@@ -142,7 +142,7 @@ async def fill(store: Store, factor: int, now_ns: int) -> None:
 
 
 def check(first: list[dict[str, Any]], second: list[dict[str, Any]], what: str) -> bool:
-    """Whether there is money in the rows, of which none may depend on that of another currency."""
+    """Check that amounts of one currency ignore the other; return whether the rows have amounts."""
     parts = [
         ([row for row in rows if row.get("currency") == "EUR"], rows) for rows in (first, second)
     ]

@@ -1,4 +1,4 @@
-"""What operators ask: alerts and objectives, refusals, and what clients wait for beside TTFT."""
+"""Queries for operators: alerts, objectives, refusals, and waits of clients besides TTFT."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
 
 
 async def test_a_request_of_several_generations(store: Store) -> None:
-    """Its details are of all of them together; they and its timeline tell them apart."""
+    """The details sum all generations; they and the timeline list each generation too."""
     first = request("several", 10)
     parts = [
         msgspec.structs.replace(first, parent_id="several"),

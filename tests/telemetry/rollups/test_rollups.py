@@ -177,8 +177,10 @@ async def test_workers_minutes_follow_the_samples(store: Store) -> None:
 
 
 async def test_a_step_that_is_longer_than_a_period_makes_no_idle_time(store: Store) -> None:
-    """It is told of when it is over: the period before it looks idle, and it seems longer than its
-    own."""
+    """A step is reported at its end.
+
+    The period before looks idle, and the step seems longer than its own period.
+    """
     busy_us = (600_000, 1_400_000, 0, 1_900_000)
     samples = [
         msgspec.structs.replace(

@@ -87,7 +87,7 @@ async def test_batches_grow_while_much_waits(store: Store, embedded_kafka: Kafka
 async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    """Its own words for it, found with an insert or two for each halving."""
+    """The dead letter has ClickHouse's error, found by inserting halves of the batch."""
     moody = MoodyStore.over(store)
     await store.command("ALTER TABLE requests ADD CONSTRAINT test_rule CHECK user != 'bad'")
     bus = MemoryBus(MemoryBroker())
@@ -220,7 +220,7 @@ async def test_a_handover_waits_for_the_batch_in_hand() -> None:
 
 
 async def test_a_group_that_fails_to_share_is_not_waited_for_for_ever() -> None:
-    """What went wrong is told to those who read."""
+    """A failed rebalance stops counting as pending within 60 s."""
     clock = ManualClock()
     rebalance = RebalanceListener(clock)
     seen = []

@@ -46,7 +46,7 @@ async def publish(bus: Bus, first: int, last: int) -> None:
 
 
 async def shown(port: int, path: str) -> str:
-    """What a process shows on its metrics port, whatever the status; empty if it does not."""
+    """Return the body at a path of a metrics port for any status; empty if there is no answer."""
 
     def get() -> str:
         try:

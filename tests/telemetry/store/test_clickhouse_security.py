@@ -57,7 +57,7 @@ def with_pair(config: ClickHouseConfig, pair: Pair) -> ClickHouseConfig:
 
 
 async def works(config: ClickHouseConfig) -> None:
-    """For the sink's client, and for ``millrace sql``."""
+    """Assert that the sink's client and ``millrace sql`` work with this configuration."""
 
     def ask() -> object:
         client = server_connect(config)()

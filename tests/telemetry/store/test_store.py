@@ -271,6 +271,7 @@ async def test_the_sink_s_columns_are_the_table_s(store: Store, table: Table[Any
 
 
 async def test_rows_are_inserted_without_pandas(store: Store) -> None:
-    """Which came with the embedded engine, and would be imported to look at each batch."""
+    """Otherwise each batch would import pandas, which came with the embedded engine, to check it.
+    """
     await OutboxLedger(store).add([1])
     assert vars(options)["pd"] is None

@@ -121,7 +121,7 @@ async def running(reader: EmbeddedReader, *query_ids: str) -> None:
 
 
 async def test_each_owner_has_ids_of_its_own(reader: EmbeddedReader) -> None:
-    """Nobody is refused, ended or answered because another user's query has the same id."""
+    """A query is not refused, ended or answered because of another user's query with its id."""
     sql = f"SELECT sum(number) FROM ({_ENDLESS})"
     full = asyncio.create_task(whole(reader, sql, query_id="it", owner="full"))
     analyst = {"user": "analyst", "owner": "analyst"}

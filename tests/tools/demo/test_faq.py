@@ -1,4 +1,4 @@
-"""What the FAQ of the demo model says of Millrace is what the documents and the code say."""
+"""Statements about Millrace in the demo model's FAQ, against the documents and the code."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_called_absent_is_absent(
 
 
 def _spans(pairs: list[Pair]) -> list[tuple[str, str]]:
-    """Each piece of code in an answer, with the pair's id."""
+    """Return each piece of code in an answer with the pair's id."""
     return [(pair.id, code) for pair in pairs for code in re.findall(r"`([^`]+)`", pair.answer)]
 
 
