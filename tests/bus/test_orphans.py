@@ -103,7 +103,7 @@ async def test_a_gateway_that_is_silent_for_a_while_keeps_its_requests(fleet: Fl
 async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs received up to an orphan's time are orphans at once; later jobs have the whole grace."""
+    """Jobs received before a known orphan end at once; later jobs have the whole grace period."""
     monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [replace(JOB, received_ns=20)]
     await fleet.pass_s(GRACE_S + 5.0)

@@ -80,8 +80,7 @@ def _cases() -> list[tuple[str, ...]]:
 
 
 def _ends_in_a_sentence(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the command's error, which must be a sentence; ``status`` without a system exits with
-    3."""
+    """Return the command's error, a sentence. Code 3 means ``status`` without a system."""
     code: int | str | None
     try:
         code = main(arguments)

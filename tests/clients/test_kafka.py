@@ -241,7 +241,7 @@ async def test_a_kill_loses_nothing(read: Read) -> None:
 
 
 def test_a_folder_may_change_the_kind(tmp_path: Path) -> None:
-    """Each start finds records of the earlier kind that may have no row yet."""
+    """A system reads the records of the earlier kind that may have no row yet."""
     ids: set[str] = set()
     for kind in ("embedded", "apache", "embedded"):
         system = started(tmp_path / "data", kind)

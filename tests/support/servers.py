@@ -249,7 +249,7 @@ def tls_redis_path() -> str | None:
 
 
 def _has_tls(program: str) -> bool:
-    """Return whether the program knows the setting ``tls-port``: it names a bad value of one."""
+    """Return whether the program has TLS: without it ``--tls-port`` is a bad directive."""
     said = subprocess.run(
         [program, "--port", "0", "--tls-port", "x"], capture_output=True, text=True, check=False
     )

@@ -33,7 +33,7 @@ class Server:
         return self
 
     async def close(self) -> None:
-        """Do nothing: subscriptions are closed through this method."""
+        """Do nothing: the server stands in for its subscriptions too."""
 
     async def _get(self, *_: object) -> None:
         return None

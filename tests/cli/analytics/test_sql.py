@@ -179,7 +179,7 @@ def write_endpoints(data: Path, **addresses: str) -> None:
 
 
 def test_straight_from_the_store_that_a_system_left(tmp_path: Path) -> None:
-    """Each command has its own process because the engine holds a store until its process ends."""
+    """Every command has its own process because the engine holds a store until its process ends."""
     script = (
         "import sys, chdb\n"
         "store = chdb.connect(sys.argv[1])\n"

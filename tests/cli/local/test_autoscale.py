@@ -61,7 +61,7 @@ class Processes:
 
 
 class Workers:
-    """Fake workers: they record their orders and answer with ``held`` and ``roles``."""
+    """Fake workers with the statuses of ``held`` and ``roles``; ``started`` has the new ones."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -126,7 +126,7 @@ class Rig:
         await self.clock.advance(0.0)
 
     async def has_up(self, *names: str) -> None:
-        """Report all starting workers as running: ``names`` besides worker-1."""
+        """Report that ``names`` run besides worker-1, as the scaler desires."""
         await self.hear(1 + len(names))
         self.processes.started(*names)
         await self.settle()

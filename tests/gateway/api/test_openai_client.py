@@ -29,7 +29,7 @@ async def test_silence_within_a_stream_is_broken(
     monkeypatch: pytest.MonkeyPatch,
     headers: dict[str, str],
 ) -> None:
-    """The client skips the gateway's keep-alive, with and without event ids."""
+    """Keep-alives are skipped by the client, with and without event ids."""
     waited, num_silences = HttpClient.wait_up_to, 0
     texts: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Life cycle of a batch: cancellation, expiry, failures and restarts."""
+"""Life cycle of a batch: cancellation, expiry, files in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One conversation on the page: questions, stops, copies, errors, lost connections."""
+"""Conversation on the page: questions, stops, copies, errors, lost connections."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_what_fits_is_sent_as_it_is(history: list[ChatMessage], text: str) -> No
 def test_no_more_is_left_out_than_needed(
     history: list[ChatMessage], text: str, num_tokens: int
 ) -> None:
-    """One more turn would exceed the window, apart from the estimated tokens of the template."""
+    """A further turn would exceed the window, apart from the estimated tokens of the template."""
     room = window(num_tokens)
     result = fitted(history, [user(text)], room)
     groups = turns(history)

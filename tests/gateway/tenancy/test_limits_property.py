@@ -105,7 +105,7 @@ STEPS = st.lists(
 
 @dataclass
 class Life:
-    """Observed life of a granted request. ``share``: eighths used of its reservation."""
+    """Observed life of a granted request. ``share``: eighths of its reservation that it used."""
 
     wanted: Wanted
     granted_s: float

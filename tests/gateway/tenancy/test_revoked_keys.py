@@ -202,7 +202,7 @@ async def test_while_redis_is_away_nobody_is_parted_with(
     pair: tuple[RunningGateway, RunningGateway],
     store: TenantStore,
 ) -> None:
-    """This Redis stores nothing on disk, so the key no longer exists after its restart."""
+    """The server stores nothing on disk, so the key no longer exists after its restart."""
     front, _ = pair
     _, token = await store.create_key("acme", 0)
     async with socket(front, token) as connection:

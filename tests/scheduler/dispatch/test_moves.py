@@ -138,7 +138,7 @@ async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> Non
 
 
 async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
-    """Each pull takes a fifth of a second at the worker's reported speed."""
+    """A pull takes a fifth of a second at the worker's reported speed."""
     first = await serving(world, "a", num_slots=16)
     await _run_long(world, first, 4)
     second = await serving(world, "b", num_slots=16)

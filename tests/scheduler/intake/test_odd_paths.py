@@ -56,8 +56,7 @@ async def test_a_pull_that_failed_says_nothing_of_the_queue(
 
 
 async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World) -> None:
-    """A scheduler takes a job for another scheduler's only until it gets a job of that tenant
-    queue."""
+    """A job of the queue proves that the queue's other jobs are not held by another scheduler."""
     scheduler = world.schedulers[0]
     for number in range(10):
         await world.client.jobs.publish(job(f"r{number}"))
@@ -206,7 +205,7 @@ async def test_room_at_any_of_its_models_lets_a_job_without_a_model_go_on() -> N
 
 
 async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
-    """One completion says little about the rate, so the workers' reported speeds count."""
+    """A single completion says little about the rate, so the workers' reported speeds count."""
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
     await world.open()

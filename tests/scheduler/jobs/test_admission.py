@@ -175,7 +175,7 @@ async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: Limit
 
 
 async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> None:
-    """Each scheduler has its own queue; a job's end at one scheduler admits a job at another."""
+    """Every scheduler has its own queue; a job's end at one scheduler admits a job at another."""
     await bench.tenant("acme", concurrent_requests=2)
     tasks = Tasks()
     lines = [TenantLines(door_of(bench), bench.clock, tasks) for _ in range(2)]

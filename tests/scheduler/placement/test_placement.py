@@ -189,7 +189,7 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
 
 
 def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
-    """Both workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
+    """The two workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
     equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
 
     def told(name: str, batch: int) -> WorkerStatus:

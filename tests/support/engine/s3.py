@@ -20,8 +20,7 @@ class S3Server:
     """S3 server with one bucket, which loses all objects when it ends."""
 
     def __init__(self, niceness: int = 0) -> None:
-        """Start a server, with a ``niceness`` to leave the cores to others as a remote server
-        would."""
+        """Start a server; ``niceness`` leaves the cores to others, as a remote server would."""
 
         def prepare() -> None:
             die_with_parent()

@@ -70,7 +70,7 @@ async def test_the_client_s_default_is_base64(
 async def test_inputs_are_parts_of_the_request_that_the_answer_names(
     client: openai.AsyncOpenAI, front: RunningGateway
 ) -> None:
-    """Each input is a separate job; its row names the X-Request-Id of the answer."""
+    """Every input is a separate job, which names the X-Request-Id of the answer as its request."""
     raw = await client.embeddings.with_raw_response.create(model=MODEL, input=["a", "b"])
     parts = [job.part for job in front.worker.jobs if job.part is not None]
     assert sorted(part.choice for part in parts) == [0, 1]
