@@ -80,7 +80,7 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def _trusted_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let HTTP clients without a certificate authority trust one that signs nothing.
+    """Let HTTP clients without a certificate authority trust an authority without certificates.
 
     Without it each HTTP client of the tests reads all authorities of the machine, which takes 16
     ms.

@@ -1,4 +1,4 @@
-"""The checked-in contract is the one that the schemas make."""
+"""Checked-in AsyncAPI contract, against the contract generated from the schemas."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_prompt_logprobs_come_in_pieces_and_the_end_waits_for_them() -> None:
     usage, done = the_end(["a"], 0)
     reader.feed(usage)
     assert reader.feed(msgspec.structs.replace(done, num_prompt_logprobs=5)) is Outcome.GAP
-    # A replay repeats what is there already.
+    # A replay repeats logprobs that the reader has.
     assert reader.feed(PromptLogprobs(logprobs=whole[:3])) is Outcome.GAP
     assert reader.feed(PromptLogprobs(index=1, logprobs=whole[1:])) is Outcome.END
     assert reader.prompt_logprobs == whole

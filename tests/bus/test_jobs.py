@@ -111,7 +111,7 @@ class TestPublish:
             await bus.jobs.publish(job(1_000_000))
         gone = await pull_one(bus)
         await bus.jobs.ack(gone.lease)
-        # Checked after the one that was refused.
+        # Checked after the refused job.
         await bus.jobs.publish(job(1, reply="other"))
 
         async def is_full_again() -> bool:

@@ -135,7 +135,7 @@ async def test_it_has_the_leases_of_what_a_worker_runs(
     await index.start("r 1", "w2", 66, "the next")
     await index.start("r 1", "w1", 65, "an older run's")
     assert await index.held_by("w2") == {"r 1": "the next"}
-    assert await index.held_by("w1") == {"r 1": "lease of r 1"}, "whoever reads it asks who has it"
+    assert await index.held_by("w1") == {"r 1": "lease of r 1"}, "a reader checks the holder"
     client = Redis.from_url(redis_server.url)
     assert TTL_S - 5 <= await client.ttl("held:w1") <= TTL_S
     await client.aclose()

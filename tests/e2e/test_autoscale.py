@@ -40,7 +40,7 @@ SETTINGS = {
         }
     },
 }
-# Longer than the test: those that are not cancelled are still being made at its end.
+# Longer than the test: streams that are not cancelled still run at its end.
 NUM_TOKENS = 1_900
 
 

@@ -282,7 +282,7 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     assert said == "aborted (by hand): demo answers for demo\n"
     await load.has("demo", alone=True)
 
-    # One that does badly is left by itself.
+    # The rollout aborts by itself if the version does badly.
     rule = ("--abort-if", "error_rate>0.5 or ttft_p50>1us", "--interval", "30s")
     ran = await asyncio.to_thread(millrace.run, *promote, *rule)
     assert ran.returncode == 1, ran.stderr
@@ -349,7 +349,7 @@ def test_a_model_whose_worker_does_not_come_up_is_not_added(
 @pytest.mark.slow(reason="starts a second system; tests/cli covers down and remembered models")
 def test_models_are_remembered_and_down_ends_all(millrace: Millrace, tiny: Path) -> None:
     """Last, since it stops the system."""
-    # One whose engine computes, beside those that do not.
+    # A model of the real engine besides models of the fake engine.
     millrace("models", "add", "kept", "--model", str(tiny), "--engine", "real", "--workers", "2")
     assert next(one for one in millrace.status()["models"] if one["name"] == "kept") == {
         "name": "kept",

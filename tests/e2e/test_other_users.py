@@ -157,7 +157,7 @@ def way_in(system: System) -> Iterator[Path]:
 
 
 def test_another_user_reads_no_file_and_connects_to_no_server(system: System, way_in: Path) -> None:
-    """A child that is nobody: as itself it could do all of this."""
+    """The child runs as the user nobody; without that it could do all of this."""
     ports = [urlsplit(system.endpoints[name]).port for name in ("nats", "redis", "clickhouse")]
     files = [str(way_in), str(system.data / "credentials.json")]
     files += [

@@ -1,4 +1,4 @@
-"""The checked-in contracts are the ones that the schemas make, and tell of all that is served."""
+"""Checked-in OpenAPI contracts, against the schemas and the served routes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def test_every_door_refuses_while_a_stream_is_given_up_and_opens_again(
     assert list(health.json()["stores"]) == ["nats"]
     assert 'millrace_store_healthy{store="nats"} 0.0' in (await http.get("/metrics")).text
     front.broker.stop()
-    front.broker.start()  # as a supervisor, or whoever is on call, would
+    front.broker.start()  # as a supervisor or an operator does
     await _is(http, "ok")
     assert (await http.post(_PATH, json=_CHAT)).status_code == 200
 

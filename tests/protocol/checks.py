@@ -1,4 +1,4 @@
-"""Invariants that hold at every moment, and those that hold once the system is at rest."""
+"""Invariants that hold at every moment or once the system is at rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.protocol.clients import Asked
 from tests.protocol.system import System
 from tests.scheduler.integrity import check_integrity
 
-# Ends are told by notices; one that was missed is found within half a minute.
+# Notices announce ends; a missed end is found within half a minute.
 _REST_WITHIN_S = 90.0
 _LOOK_EVERY_S = 1.0
 _END_WITHIN_S = 300.0
@@ -88,15 +88,15 @@ def _check_ends(system: System) -> None:
     known = records(system)
     for asked in system.asked.values():
         codes = [one.code for one in asked.terminals if isinstance(one, Failed)]
-        # Whoever took it over knows from the index alone that it is over, and somebody may have
-        # died, or Redis been away, before that was told.
+        # A gateway that took the request over knows its end from the index alone. The worker may
+        # have died, or Redis been away, before the index had it.
         assert "request_timeout" not in codes or asked.num_moves, f"{asked.request_id} hung"
         record = known.get(asked.request_id)
         if record is not None:
             _check_record(asked, record)
             if asked.question.job.store_result:
                 _check_result(system, asked, record)
-    assert known.keys() <= system.asked.keys(), "records of nobody's requests"
+    assert known.keys() <= system.asked.keys(), "records of unknown requests"
 
 
 def _check_record(asked: Asked, record: RequestRecord) -> None:

@@ -10,7 +10,7 @@ from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
 from millrace.schemas.jobs import Job
 
-# What may become of a request whose workers keep dying, or whose answer nobody kept.
+# Possible failures of a request whose workers keep dying, or whose answer was lost.
 _FAILURES = frozenset(
     {
         *("poison", "engine_killed", "too_many_attempts", "too_many_deliveries"),
@@ -32,10 +32,10 @@ class Question:
 class Asked:
     """A question on its way through the system.
 
-    ``is_accepted`` once the queue has confirmed it; ``is_refused`` if nobody did, though it may be
-    stored. ``origin`` is the gateway that its frames are addressed to, ``holder`` the one that has
-    its client. ``may_be_cancelled`` and ``may_be_late``: somebody did not want it, or not that
-    late. ``wrongs`` is what should not be.
+    ``is_accepted`` once the queue has confirmed it; ``is_refused`` without confirmation, though it
+    may be stored. ``origin`` is the gateway to which its frames are addressed, ``holder`` the
+    gateway of its client. ``may_be_cancelled``: it was cancelled. ``may_be_late``: it has a
+    deadline. ``wrongs`` lists the errors found.
     """
 
     question: Question

@@ -98,7 +98,7 @@ class FaultyTransport:
     ) -> None:
         is_heard = self._broker.publish(subject, payload, headers, reply)
         if reply and not is_heard and self._broker.up:
-            self._broker.publish(reply, b"")  # the server says that nobody is there
+            self._broker.publish(reply, b"")  # the server reports no responder
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscriber:
         await self._process.running()

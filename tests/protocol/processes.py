@@ -1,6 +1,6 @@
 """Processes that share one event loop, and can still be killed, frozen and cut off one by one.
 
-A process is a context: whatever task is made in it, or in a callback that it gets, belongs to it.
+A process is a context: a task made in it, or in a callback that it gets, belongs to it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Process:
             self._context.copy().run(callback)
 
     async def running(self) -> None:
-        """Returns while it runs: later for one that is frozen, never for one that is dead."""
+        """Wait until the process runs: a frozen process waits, a dead one never returns."""
         await self._is_running.wait()
         if not self.is_alive:
             await asyncio.get_running_loop().create_future()
@@ -134,7 +134,7 @@ class Process:
                 self.receive(callback)
 
     async def reap(self) -> None:
-        """End what is left of its tasks."""
+        """Kill the process and wait for the end of its tasks."""
         self.kill()
         while self._tasks:
             for task in self._tasks:

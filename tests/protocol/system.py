@@ -53,7 +53,7 @@ _SCHEDULER = SchedulerConfig(
     models=(MODEL,),
     dispatch_timeout_s=0.3,
     resume_timeout_s=0.3,
-    # However long Redis is unreachable, nobody is refused for that.
+    # No request is refused because Redis is unreachable, for any time.
     tiers=TierPolicies(
         enterprise=TierPolicy(weight=8.0),
         pro=TierPolicy(weight=4.0),

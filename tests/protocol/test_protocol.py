@@ -1,5 +1,7 @@
-"""The protocol against whatever can happen to it: no request is lost, none is answered twice, and
-every stream goes on where it stopped."""
+"""Protocol under random faults: no request is lost or answered twice.
+
+Every stream continues where it stopped.
+"""
 
 from __future__ import annotations
 

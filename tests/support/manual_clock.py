@@ -47,7 +47,7 @@ class ManualClock:
         await _settle()
 
     def skip(self, seconds: float) -> None:
-        """Move on by ``seconds`` in which nobody runs, as if the process had been stopped."""
+        """Advance by ``seconds`` without running any task, as if the process had been stopped."""
         self._elapsed_s += seconds
 
     @property

@@ -22,8 +22,7 @@ _STOP_TIMEOUT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Below those that the kernel gives to whoever connects, so that a server that is killed finds its
-# own again.
+# Below the kernel's range for outgoing connections, so that a killed server finds its port free.
 _PORTS = range(21_000, 31_000)
 _picker = PortPicker()
 
@@ -239,8 +238,10 @@ class TlsRedisServer(RedisServer):
 
 
 def tls_redis_path() -> str | None:
-    """The redis-server of this machine that has TLS, if any: an environment's bin may come first on
-    the PATH, with one that has not."""
+    """Return the redis-server of this machine with TLS, if any.
+
+    An environment's bin may come first on the PATH with a redis-server without TLS.
+    """
     for folder in [*os.get_exec_path(), "/usr/bin"]:
         program = shutil.which("redis-server", path=folder)
         if program is not None and _has_tls(program):

@@ -16,7 +16,7 @@ _STEPS_BYTES = (_MIB, 4_096)
 
 
 class SmallDisk:
-    """The folder ``path`` is a disk. Whatever is on it is in memory, and gone at the end."""
+    """Disk mounted at the folder ``path``. Its files are in memory and lost at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class NoDiskError(Exception):
 
 @contextlib.contextmanager
 def mounted_disk(path: Path, size_mib: int) -> Iterator[SmallDisk]:
-    """Mount it on a new folder; it is unmounted whatever happens. Raises NoDiskError."""
+    """Mount a disk on a new folder and always unmount it. Raises NoDiskError."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(path)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)

@@ -118,6 +118,6 @@ async def count_charts_with_marks(page: Page) -> int:
 
 
 async def shoot(page: Page, name: str, *, full: bool = False) -> None:
-    """Keep a picture for whoever wants to look at it."""
+    """Save a screenshot if the environment names a folder for it."""
     if SHOTS:
         await page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=full)

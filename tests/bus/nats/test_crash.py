@@ -1,4 +1,4 @@
-"""The real server is killed and comes back: nothing accepted is lost, nobody needs restarting."""
+"""Crash of the real server: no accepted message is lost, and no process needs a restart."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ async def connected(config: NatsConfig, num: int) -> AsyncIterator[list[Connecti
 
 
 def servers_of(connections: list[Connection]) -> list[int | None]:
-    """The port that each is connected to; None for one that is not connected."""
+    """Return the server port of each connection, or None for a broken connection."""
     return [
         None if not one.connected or one._client.server is None else one._client.server.uri.port
         for one in connections

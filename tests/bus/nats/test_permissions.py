@@ -133,7 +133,7 @@ TABLE = (
     (f"{service_inbox('shop')}.x.1", "", ""),
     ("_INBOX.x.1", "", ""),
 )
-# Wildcards that nobody may hear, as they would bring others' messages too.
+# Wildcards that no user may subscribe to, as they match other users' messages.
 TOO_WIDE = (">", "_INBOX.>", "$JS.>", "jobs.>", "rec.>", "files.>", "batches.>", "$KV.>")
 
 

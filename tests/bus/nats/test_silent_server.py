@@ -27,7 +27,7 @@ BACK_WITHIN_S = 1.0
 
 
 class Reached:
-    """A connection that has two ways to the server; ``silence`` cuts the one that it uses."""
+    """Connection with two ways to the server; ``silence`` cuts the way in use."""
 
     def __init__(self, connection: Connection, relays: list[Relay]) -> None:
         self.connection = connection

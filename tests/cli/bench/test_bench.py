@@ -77,7 +77,7 @@ def test_a_closed_loop_counts_what_the_server_sent(api: TargetApi) -> None:
 
 
 def test_an_open_loop_sends_when_requests_are_due_whatever_the_server_does() -> None:
-    """The server stalls for 0.8 s; whoever was due then has waited for the rest of it."""
+    """Requests that are due while the server stalls for 0.8 s wait for the rest of the stall."""
     with scripted_server() as server:
         server.stall(after_requests=40, seconds=0.8)
         report = run_load(
@@ -244,7 +244,7 @@ def test_an_interrupt_ends_the_run_and_reports_what_there_is(tmp_path: Path) -> 
             ],
             stdout=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background may have it ignored.
+            # A shell ignores SIGINT for tests that run in the background.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:

@@ -1,4 +1,4 @@
-"""Kafka and telemetry may come late, or not at all: what is said then, and that they are tried."""
+"""Late or missing Kafka and telemetry: the messages about them, and further attempts."""
 
 from __future__ import annotations
 

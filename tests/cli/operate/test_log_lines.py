@@ -106,7 +106,7 @@ def test_a_pid_that_another_process_has_by_now_is_not_signalled(tmp_path: Path) 
         file.write_text(f"{other.pid} 1\n")
         assert supervising(tmp_path) is None
         assert main(["down", "--data", str(tmp_path)]) == 0
-        assert Supervising(other.pid, 1).terminate(0.0)  # the one that was meant has ended
+        assert Supervising(other.pid, 1).terminate(0.0)  # the supervised process has ended
         assert other.poll() is None
     finally:
         other.kill()

@@ -1,4 +1,4 @@
-"""``millrace models promote`` and its kin on a real redis-server, with nobody to drive them."""
+"""Commands for rollouts on a real redis-server, without a scheduler."""
 
 from __future__ import annotations
 

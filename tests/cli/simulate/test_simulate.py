@@ -92,7 +92,7 @@ def test_the_turns_of_a_session_follow_one_another() -> None:
     first, second, other = run_trace(trace, make_settings(1)).outcomes
     assert second.sent_s == pytest.approx(first.end_s)
     assert other.sent_s == pytest.approx(0.02)
-    # All that was said before, but for the last token, whose keys and values nobody computed.
+    # All earlier tokens except the last one, whose keys and values were not computed.
     assert second.num_cached_tokens == 112
 
 
@@ -207,7 +207,7 @@ def test_a_long_prompt_goes_where_it_is_cached() -> None:
 
 
 def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
-    # Five prompts for four workers, so that those who take turns do not meet the same one again.
+    # Five prompts for four workers: round-robin does not send a prompt to the same worker again.
     trace = [
         make_request(
             0.25 * number, prompt_tokens=500, output_tokens=5, prefix=((f"p{number % 5}", 480),)
@@ -340,8 +340,10 @@ def test_a_trace_is_written_as_it_is_read() -> None:
 
 
 def test_what_services_publish_waits_for_the_limits_of_its_tenant() -> None:
-    """Three hundred at once: those that a gateway admitted are shed above the queue's bound, the
-    others run eight at a time, as the tier free has it."""
+    """Of 300 jobs at once, a gateway's jobs are shed above the queue's bound.
+
+    A service's jobs run eight at a time, the limit of the tier free.
+    """
     settings = make_settings(1, scheduler=SchedulerConfig(max_queued_jobs=50))
     burst = [make_request(0.0, tenant="service", published=True) for _ in range(300)]
     outcomes = run_trace(burst, settings).outcomes

@@ -68,8 +68,8 @@ def test_a_stream_goes_on_behind_its_prompt_with_pulled_blocks() -> None:
     # The first prompt is short and stays where it decodes. The second takes 1 s at the worker for
     # prompts, and goes on there while 62 blocks come, in 9.92 ms of bytes and 5 ms beside. When it
     # is taken away, the step under way is waited for, 10 ms. The last 9 tokens of the prompt and
-    # 2 made meanwhile are computed in a step with the first stream, 21 ms, behind the one that is
-    # under way there, 10 ms at most.
+    # 2 made meanwhile are computed in a step with the first stream, 21 ms, after the running step
+    # of that stream, 10 ms at most.
     trace = _beside_a_stream(make_request(0.5, prompt_tokens=1_000, output_tokens=101))
     result = run_trace(trace, _settings(_PREFILL, _DECODE))
     first, second = result.outcomes
@@ -105,7 +105,7 @@ def test_a_stream_stays_where_its_blocks_take_longer_than_computing_them() -> No
     )
     settings = msgspec.structs.replace(_settings(_PREFILL, _DECODE), link=slow)
     result = run_trace(trace, settings)
-    # Nobody knows of the link before the first pull, which is not begun either: all is computed.
+    # The link is not measured before the first pull, which does not begin: all is computed.
     assert result.num_pulled_tokens == 0
     assert all(outcome.status is Status.DONE for outcome in result.outcomes)
 
@@ -184,8 +184,8 @@ def _late_share(result: Result, from_s: float) -> float:
 
 
 def test_a_wrong_split_is_mended_while_it_serves() -> None:
-    # 4 prompts a second of 1 s each are for 5 workers, and there are 2 for them. Those that decode
-    # have a quarter of their slots taken.
+    # 4 prompts a second of 1 s each need 5 workers, and 2 have that role. The decode workers have
+    # a quarter of their slots taken.
     trace = make_load(240, 0.25, prompt_tokens=1_000, output_tokens=400)
     roles = [_PREFILL] * 2 + [_DECODE] * 6
     stays = run_trace(trace, _settings(*roles))

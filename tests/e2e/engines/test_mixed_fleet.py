@@ -83,7 +83,7 @@ async def test_streams_of_a_killed_worker_go_on_in_another_engine(
         return system.sql(f"SELECT worker, epoch FROM requests FINAL WHERE request_id IN ({ids})")
 
     await eventually(lambda: len(rows()) == _NUM_STREAMS, timeout_s=20.0)
-    # Those that it had when it was killed; one may have reached its end before.
+    # Streams of the worker when it was killed; a stream may have ended before.
     moved = [row["worker"] for row in rows() if int(row["epoch"]) > 1]
     assert len(moved) > 1
     assert all(worker.startswith(f"{heir}-") for worker in moved)

@@ -29,7 +29,7 @@ TOKEN = "stages-of-tests"
 
 
 class Hosts:
-    """The worker's, which is all of Millrace, and the one that joins it."""
+    """The worker's host, which runs all of Millrace, and the host that joins it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

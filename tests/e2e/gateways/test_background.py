@@ -1,4 +1,4 @@
-"""An answer in the background goes on, and is followed token for token, whatever is killed."""
+"""Background answers: they continue and are followed token for token after kills."""
 
 from __future__ import annotations
 

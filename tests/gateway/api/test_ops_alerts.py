@@ -1,4 +1,4 @@
-"""``/ops/api/alerts``: what a gateway sees, what telemetry tells, and what nobody can tell."""
+"""``/ops/api/alerts``: alerts of the gateway and of telemetry, and unknown alerts."""
 
 from __future__ import annotations
 

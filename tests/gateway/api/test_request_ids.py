@@ -1,4 +1,4 @@
-"""A client's X-Request-Id comes back with whatever answers it."""
+"""X-Request-Id of a client: every answer returns it."""
 
 from __future__ import annotations
 

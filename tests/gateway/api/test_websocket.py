@@ -202,7 +202,7 @@ async def test_an_id_that_runs_is_refused(front: RunningGateway, socket: Socket)
     await socket.send("generate", id="a", model=MODEL, prompt="two")
     error = await socket.receive()
     assert (error["code"], error["param"]) == ("duplicate_id", "id")
-    assert "id" not in error, "an error with its id would end the one that runs"
+    assert "id" not in error, "an error with its id would end the running generation"
     await socket.send("cancel", id="a", colour=1)
     error = await socket.receive()
     assert (error["code"], error["param"]) == ("invalid_parameter", "colour")

@@ -1,5 +1,7 @@
-"""axe-core finds nothing wrong with the page, in whatever state it is; disabled controls, which it
-leaves out, are readable too."""
+"""Accessibility of the page in each state, checked with axe-core.
+
+Disabled controls, which axe-core leaves out, are readable too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control tokens in what clients send: text at every endpoint, whatever field it comes in."""
+"""Control tokens in clients' requests: plain text at every endpoint and in every field."""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ _TEXTS = ["a\U0001f600b", "\u4f60\u597d, \u4e16\u754c!", "\U0001f468\u200d\U0001
 
 
 def answer(front: RunningGateway, raw: bytes) -> list[str]:
-    """Have the worker say these bytes, a token each; the text that each adds, the last one with
-    what is left."""
+    """Have the worker generate these bytes, one per token, and return the text of each token.
+
+    The last token has the rest of the text.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([one])) for one in raw]
     texts[-1] += decoder.decode(b"", final=True)

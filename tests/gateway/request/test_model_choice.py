@@ -1,4 +1,4 @@
-"""``model: auto`` through a running gateway: who answers, and what is said of it."""
+"""``model: auto`` through a running gateway: the model that answers, and its disclosure."""
 
 from __future__ import annotations
 

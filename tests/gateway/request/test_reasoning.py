@@ -190,7 +190,7 @@ async def test_a_stream_goes_on_behind_any_of_its_tokens(front: RunningGateway) 
 
 
 def _deltas(text: str) -> list[tuple[str, str, str]]:
-    """Id, thoughts and answer of each event; the last of those that came together has the id."""
+    """Return id, thoughts and answer of each event; the last of a group has the id."""
     told = []
     for event in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)

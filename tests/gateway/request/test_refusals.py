@@ -273,7 +273,7 @@ async def _until_end(connection: ClientConnection) -> str:
 async def test_what_was_a_job_is_not_told_twice(
     front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
-    """A job that is shed has its own record, whatever door it came by and however it is told."""
+    """A shed job has its own record for every API, streamed or not."""
     _, token = await store.create_key("acme", 0)
     front.worker.end_with = Shed(retry_after_s=1.0)
     async with httpx.AsyncClient(base_url=front.url, headers=bearer(token), timeout=20) as http:
@@ -284,7 +284,7 @@ async def test_what_was_a_job_is_not_told_twice(
         assert embedded.status_code == 429
         async with connect(front.ws_url, additional_headers=bearer(token)) as socket:
             assert await _told(socket, "generate", id="a", **CHAT) == "overloaded"
-        # One that is refused, to know that all were looked at.
+        # A refused request, to know that all earlier ones were counted.
         assert (await http.post("/v1/chat/completions", content=b"{")).status_code == 400
     await book.until(1)
     assert list(book.kinds()) == [("acme", "/v1/chat/completions", 400, "invalid_json", "")]
@@ -346,7 +346,7 @@ async def test_a_flood_over_http_leaves_few_records(
     assert len(lines) + sum(left_out) == number
 
 
-# --- the bounds, whoever refuses ---------------------------------------------------------------
+# --- the bounds on refusals ----------------------------------------------------------------------
 
 
 class FlakyOutbox:
@@ -420,7 +420,7 @@ async def test_however_many_kinds_come_the_records_are_bounded_and_count_them_al
 
 async def test_a_record_has_the_ids_of_the_first_few() -> None:
     async with _refusals() as (refusals, outbox, clock):
-        refusals.note("/v1/x", _refusal(), None)  # one that had no id
+        refusals.note("/v1/x", _refusal(), None)  # a refusal without an id
         for number in range(20):
             refusals.note("/v1/x", _refusal(), None, f"id-{number}")
         await refusals.flush()

@@ -171,7 +171,7 @@ async def _turn(front: RunningGateway, http: httpx.AsyncClient, history: list[An
     items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
     assert items == events[-1]["response"]["output"]
     history += items
-    # The grammar of the one tool holds the answer, whatever the other tools are.
+    # The grammar of the one tool constrains the answer for any other tools.
     grammar = front.worker.jobs[-1].sampling.grammar
     assert grammar is not None
     assert "Begin Patch" in grammar.text

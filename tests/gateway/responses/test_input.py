@@ -29,7 +29,7 @@ from tests.gateway.responses.rendered import (
 
 
 def messages_from(items: Sequence[Any], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation of a request, without what is not set."""
+    """Return the conversation of a request without unset fields."""
     request = request_of(input=items)
     messages = messages_of(items_of(request.input), instructions)
     return [

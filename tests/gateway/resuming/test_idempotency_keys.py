@@ -58,7 +58,7 @@ async def test_one_answer_for_one_key(pair: Pair) -> None:
 
 
 def counted(pair: Pair, name: str) -> float:
-    """A metric of both gateways together, whatever its labels."""
+    """Return the sum of a metric over both gateways and all labels."""
     total = 0.0
     for front in (pair.first, pair.second):
         for line in render(front.gateway.metrics.registry).decode().splitlines():

@@ -48,7 +48,7 @@ async def test_a_conversation_goes_on(front: Front) -> None:
         1,
         2,
     )
-    assert len(await front.kept()) == 2, "what is not answered is not kept"
+    assert len(await front.kept()) == 2, "a turn without an answer is not kept"
     history = await front.sessions.history("local", SESSION)
     assert (history.session_id, history.version, history.num_summarised) == (SESSION, 1, 0)
 

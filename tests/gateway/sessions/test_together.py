@@ -62,7 +62,7 @@ async def test_requests_at_the_same_time_do_not_fill_it_without_end(make: Make) 
     for name in names:
         await front.commit(assistant("a" * 500), request_id=name)
     assert len(await front.texts()) == 4
-    # Whoever starts anew is still heard.
+    # A request that starts anew is still accepted.
     await front.exchange("new", "yes", keep=0)
     assert await front.texts() == ["new", "yes"]
 

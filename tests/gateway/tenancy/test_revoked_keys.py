@@ -101,7 +101,7 @@ async def test_a_socket_of_a_revoked_key_ends_at_every_gateway(
                 await until(connection, "none")
             assert closed.value.rcvd is not None
             assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "key_revoked")
-        # The work ends too, and nobody else's does.
+        # The key's generations end too, and no others do.
         await eventually(lambda: set(front.worker.cancelled) == running, _WAIT_S)
         await good.send('{"type": "ping"}')
         await until(good, "pong")

@@ -74,7 +74,7 @@ async def seen(
         ("127.0.0.1", "1.1.1.1, rubbish, 10.9.9.9", "10.9.9.9"),
         ("127.0.0.1", "unknown", "127.0.0.1"),
         ("127.0.0.1", "10.0.0.1, 10.0.0.2", "10.0.0.1"),
-        # Nobody whom we trust says so.
+        # The sender is no trusted proxy.
         ("203.0.113.9", "198.51.100.1", "203.0.113.9"),
     ],
 )
@@ -105,7 +105,7 @@ async def test_whatever_a_proxy_adds_shows_that_there_is_one() -> None:
     assert not is_forwarded(await seen(plain, "127.0.0.1", ("Host", "localhost")))
     for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP", "X-Forwarded-Host"):
         assert is_forwarded(await seen(plain, "127.0.0.1", (name, "1.2.3.4"))), name
-    # One that adds nothing is known by its address, if it is named.
+    # A proxy without headers is known by its address, if that is configured.
     assert is_forwarded(await seen(_TRUSTING, "127.0.0.1"))
     assert not is_forwarded(await seen(_TRUSTING, "192.168.0.9"))
 
@@ -161,7 +161,7 @@ async def test_sockets_are_counted_by_the_address_that_a_trusted_proxy_saw() -> 
                 async with _socket(front, one):
                     pass
             assert refused.value.response.status_code == 429
-            # Whatever the caller puts before it.
+            # The caller's own entries before the address do not matter.
             with pytest.raises(InvalidStatus):
                 async with _socket(front, {"X-Forwarded-For": "9.9.9.9, 203.0.113.1"}):
                     pass

@@ -61,7 +61,7 @@ async def test_where_prompts_wait_workers_that_have_time_compute_them(
     await _overload(workers[0])
     await world.until(lambda: _num_changes(workers) == 1)
     await world.pass_s(REST_S - 1.0)
-    assert _num_changes(workers) == 1, "one at a time, whoever asks"
+    assert _num_changes(workers) == 1, "one at a time, from any scheduler"
     await world.until(lambda: _num_changes(workers) == 2)
     await world.pass_s(4 * REST_S)
     assert _num_of(workers, _DECODE) == 1, "one stays for streams"

@@ -23,7 +23,7 @@ async def _in_role(
 async def _with_roles(
     world: World, pull_tokens_per_s: float = 400_000.0
 ) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """A worker for prompts and one that decodes already, which a long prompt would hold up."""
+    """Add a prefill worker and a busy decode worker, which a long prompt would delay."""
     decoding = await _in_role(world, "d", WorkerRole.DECODE, pull_tokens_per_s)
     await world.client.jobs.publish(job("busy"))
     await world.until(lambda: "busy" in decoding.running)

@@ -27,7 +27,7 @@ async def test_a_job_that_waits_for_one_worker_does_not_keep_others_from_another
 
 
 async def test_a_worker_that_a_long_job_waits_for_is_left_to_it(world: World) -> None:
-    """Small ones that come all the time do not take its blocks away."""
+    """Small jobs that arrive continuously do not take the long job's blocks."""
     worker = await world.add_worker("a", num_slots=8, num_blocks=50)
     other = await world.add_worker("b", num_slots=2, num_blocks=50)
     for number in range(2):
@@ -76,7 +76,7 @@ async def test_a_full_window_of_one_tier_hides_no_job_of_a_higher_one() -> None:
 
 
 async def test_batch_work_that_waits_gives_newcomers_no_claim_on_the_past(world: World) -> None:
-    """A tier that comes is lifted to those that are served, whatever batch work there is."""
+    """A new tier is lifted to the served tiers, with any batch work in the queue."""
     worker = await world.add_worker(num_slots=1)
     for number in range(4):
         await world.client.jobs.publish(job(f"batch-{number}", tenant="b", tier=Tier.BATCH))

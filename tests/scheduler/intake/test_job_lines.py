@@ -96,7 +96,7 @@ async def test_what_waits_for_its_tenant_is_told_where_it_stands(two_at_once: Wo
     await world.pass_s(1.0)
     await world.pass_s(1.0)
     told = [one for one in world.frames if isinstance(one[1], Queued)]
-    assert told == [("acme-2", Queued(position=0))], "nobody can say how long"
+    assert told == [("acme-2", Queued(position=0))], "the wait is unknown"
 
 
 async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: World) -> None:
@@ -244,7 +244,7 @@ async def test_a_missed_end_is_found_by_asking_again(two_at_once: World) -> None
     await world.until(lambda: len(worker.history) == 4, within_s=60.0)
 
 
-# --- the line alone, whatever comes ---
+# --- the line alone, in any order of events ---
 
 
 class Places(JobAdmission):

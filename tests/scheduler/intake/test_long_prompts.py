@@ -1,4 +1,4 @@
-"""Texts of jobs that take long to read hold up nobody else's."""
+"""Jobs with long texts: their tokenisation does not delay other jobs."""
 
 from __future__ import annotations
 

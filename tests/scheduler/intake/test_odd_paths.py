@@ -84,7 +84,7 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     view = scheduler.state.fleet.get(worker.worker_id)
     assert view is not None
     await world.until(lambda: not len(scheduler.state.job_table))
-    assert not view.runs, "nobody keeps room for it"
+    assert not view.runs, "no worker keeps room for it"
 
 
 async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world: World) -> None:

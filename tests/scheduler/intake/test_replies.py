@@ -73,7 +73,7 @@ async def test_nor_in_a_job_that_no_model_can_have(routed: World) -> None:
         *("reply_forbidden", "duplicate"),
     ]
     assert foreign == []
-    assert "r2" not in world.running_requests.known, "it runs, whoever else has published its id"
+    assert "r2" not in world.running_requests.known, "it runs, though another publisher used its id"
 
 
 async def test_a_bug_in_the_choice_of_a_model_ends_the_job(

@@ -60,7 +60,7 @@ async def _state(world: World) -> Rollout:
 async def _serve(
     world: World, first: int, count: int, *, reserved: bool = False, **fields: object
 ) -> None:
-    """Publish jobs, as gateways do if ``reserved``, and have whoever gets them answer."""
+    """Publish jobs, as gateways do if ``reserved``, and let each job's worker answer."""
     for number in range(first, first + count):
         await world.client.jobs.publish(job(f"r{number}", **fields), reserved=reserved)
     await world.until(lambda: sum(len(worker.history) for worker in world.workers) >= first + count)
@@ -85,7 +85,7 @@ async def test_jobs_are_shared_out_once_the_new_version_has_a_worker(world: Worl
         made = dispatch.job
         assert (made.model, made.model_requested, made.route_reason) == ("m@v2", "m", "version")
     assert len(old.history) + len(new.history) == 50
-    # What was chosen is settled for whoever gets the job after us.
+    # The choice holds for the next scheduler that gets the job.
     assert {model for model, _ in world.running_requests.chosen.values()} == {"m", "m@v2"}
 
 

@@ -292,7 +292,7 @@ async def test_what_a_gateway_let_in_is_not_charged_again(bench: LimitBench) -> 
 
 
 async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> None:
-    """A job with the id of a request that a gateway let in, or of one that was answered."""
+    """The job has the id of an admitted or an answered request."""
     await bench.tenant("acme", requests_per_minute=2)
     await reserve(bench.limiter, Caller(tenant="acme"), "r1")
     same = scheduled_job("acme")

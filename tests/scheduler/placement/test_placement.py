@@ -332,7 +332,7 @@ def test_the_longest_request_that_anybody_holds() -> None:
 def test_equal_workers_get_equally_much(
     num_workers: int, num_prompt_tokens: int, num_new_tokens: int, ends: list[int]
 ) -> None:
-    """The same short prompt again and again, while earlier ones end in whatever order."""
+    """The same short prompt comes repeatedly while earlier requests end in any order."""
     workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(num_workers)]
     cached: dict[str, int] = {}
     counts = dict.fromkeys([worker.worker_id for worker in workers], 0)

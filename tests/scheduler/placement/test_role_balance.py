@@ -1,5 +1,7 @@
-"""Workers change roles where one kind of work waits for want of them, one way only while the load
-stays as it is, and never so that nobody is left for a role."""
+"""Role balance: workers change roles where one kind of work waits for workers.
+
+Under a constant load they change in one direction only, and each role keeps a worker.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +94,12 @@ def test_whoever_gives_workers_is_not_short_of_them_then(
 
 @dataclass
 class _Fleet:
-    """Workers under a load that stays as it is: every second come prompts of ``prompt_s`` at
-    prefill workers and of ``short_s`` at those that decode, in seconds of one worker each, and
-    streams use ``occupied_workers`` in all. ``work_s`` is what waits of each."""
+    """Workers under a constant load.
+
+    Every second brings prompts of ``prompt_s`` to prefill workers and of ``short_s`` to decode
+    workers, in seconds of one worker each. Streams use ``occupied_workers`` in all. ``work_s`` is
+    the waiting work of each kind.
+    """
 
     num_prefill: int
     num_decode: int

@@ -1,5 +1,4 @@
-"""Prompts that would hold up others go to workers that are for them; all else to those that
-decode."""
+"""Roles in placement: prompts that would delay streams go to prefill workers, others to decode."""
 
 from __future__ import annotations
 

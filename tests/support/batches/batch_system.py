@@ -69,7 +69,7 @@ class BatchGateway:
         assert self.gateway.redis is not None
         await self.gateway.redis.close()
         await self.gateway.bus.close()
-        # Whatever it still holds in memory must not reach anybody.
+        # Its batches in memory must not reach any client.
         for running in self.server._batches._runs.values():
             running.task.cancel()
 

@@ -22,7 +22,7 @@ METADATA: Mapping[str, Any] = {
     "tokenizer.ggml.bos_token_id": 0,
     "tokenizer.ggml.eos_token_id": 1,
 }
-"""Of a model whose architecture nobody knows, with one token a character and one more."""
+"""Fields of a model with an unknown architecture and one token per character plus one."""
 
 
 def write_metadata(

@@ -106,7 +106,7 @@ def test_without_a_password_nothing_is_served(store: Store) -> None:
 async def test_a_page_whose_name_leads_here_reads_nothing(
     client: httpx.AsyncClient, path: str
 ) -> None:
-    """Not even with the password, and whatever it asks for."""
+    """The page is refused with the password too, for every path."""
     for host, status in (
         ("evil.example", 403),
         ("evil.example:8123", 403),
@@ -133,7 +133,7 @@ async def test_no_page_of_a_browser_may_ask(client: httpx.AsyncClient, origin: s
 async def test_nothing_reaches_out_of_the_database(
     client: httpx.AsyncClient, store: Store, tmp_path: Path, trap: Trap
 ) -> None:
-    """No file is read or written, no address is asked, nothing is changed, whatever is sent."""
+    """No statement reads or writes a file, connects to an address or changes data."""
     file, out = tmp_path / "secret.txt", tmp_path / "out"
     file.write_text(f"{SECRET}\n")
     before = await store.rows("SHOW TABLES")

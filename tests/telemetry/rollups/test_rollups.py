@@ -1,4 +1,4 @@
-"""Usage by the minute: equal to the requests that are stored, whatever happened in between."""
+"""Usage by the minute: equal to the stored requests after crashes, moves and late rows."""
 
 from __future__ import annotations
 

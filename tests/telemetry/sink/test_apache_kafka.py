@@ -97,7 +97,7 @@ async def test_a_broker_that_is_killed_and_comes_back(store: Store, broker: Kafk
 async def test_a_broker_that_is_killed_in_the_middle_of_a_batch(
     store: Store, broker: KafkaBroker
 ) -> None:
-    """The rows land while there is nobody to commit to; they are read again, and merge."""
+    """The rows land while the broker is down; they are read again, and merge."""
     bus = MemoryBus(MemoryBroker())
     slow = MoodyStore.over(store)
     slow.gate = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Requests of several generations: one row of theirs, whatever their records' order."""
+"""Requests of several generations: one row per request for any order of their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mark below which all of the outbox has landed, whatever the order in which it did."""
+"""Watermark of the outbox: all records below it have landed, in any order."""
 
 from __future__ import annotations
 

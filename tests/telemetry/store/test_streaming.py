@@ -318,8 +318,10 @@ _STATEMENTS = (
 
 
 async def test_an_answer_never_holds_bytes_of_another_statement(reader: EmbeddedReader) -> None:
-    """Pairs of statements, each behind one that ended, failed or was left, and beside others: the
-    answer is that of the statement alone."""
+    """An answer is that of its statement alone, after and beside any others.
+
+    The earlier statement of each pair ended, failed or was abandoned.
+    """
 
     async def outcome(sql: str) -> object:
         try:

@@ -22,8 +22,7 @@ _ABSENT = re.compile(
 
 
 class Feature(NamedTuple):
-    """Something that exists: the document and its words that say so, and those that an answer of
-    the FAQ has about it."""
+    """Existing feature: its document, its words there, and its words in an answer of the FAQ."""
 
     document: str
     proof: str
@@ -114,7 +113,7 @@ def test_no_answer_says_that_something_is_still_to_come(pairs: list[Pair]) -> No
     assert _ABSENT.search("Automatic scaling is planned; today you choose")
     assert _ABSENT.search("There are no Kubernetes manifests yet.")
     doubtful = {pair.id: pair.answer for pair in pairs if _ABSENT.search(pair.answer)}
-    # It speaks of fields of a request that nobody knows.
+    # It speaks of unknown fields of a request.
     assert set(doubtful) == {"e400_param"}
 
 

@@ -89,7 +89,7 @@ async def test_many_inputs_keep_their_order(
     assert [made.index for made in answer.data] == list(range(len(texts)))
     for made, text in zip(answer.data, texts, strict=True):
         values: Any = made.embedding
-        if isinstance(values, str):  # It is for whoever asks for base64 to read it.
+        if isinstance(values, str):  # The client reads base64 itself if asked for it.
             values = list(struct.unpack(f"<{EMBEDDING_SIZE}f", base64.b64decode(values)))
         assert values == _unit(_pooled(text))
     assert answer.usage.prompt_tokens == sum(map(len, texts))
