@@ -34,8 +34,8 @@ class Asked:
 
     ``is_accepted`` once the queue has confirmed it; ``is_refused`` without confirmation, though it
     may be stored. ``origin`` is the gateway to which its frames are addressed, ``holder`` the
-    gateway of its client. ``may_be_cancelled``: it was cancelled. ``may_be_late``: it has a
-    deadline. ``wrongs`` lists the errors found.
+    gateway of its client. ``may_be_cancelled``: it was cancelled. ``wrongs`` lists the errors
+    found.
     """
 
     question: Question

@@ -56,7 +56,7 @@ def _check_prefixes(index: PrefixIndex) -> None:
         assert has <= set(holder.order)
         assert holder.digest == reduce(xor, has, 0)
         bits |= holder.bit
-    assert all(mask | bits == bits for mask in index._masks.values()), "a key of a worker that has gone"
+    assert all(mask | bits == bits for mask in index._masks.values()), "a key of a gone worker"
 
 
 def _check_queue(queue: FairQueue) -> None:

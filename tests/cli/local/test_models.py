@@ -162,7 +162,7 @@ class System:
         return load_catalogue(str(self.data / "run" / f"{file}.yaml"))
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the models offered by gateways and of the models known to schedulers."""
+        """Return the names of models that gateways offer and of models known to schedulers."""
         return self.catalogue("models").names(), self.catalogue("known-models").names()
 
 

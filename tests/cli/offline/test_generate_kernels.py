@@ -18,8 +18,7 @@ DRAWN = {"prompt": "race", "max_tokens": 24, "seed": 3, "top_p": 0.9, "ignore_eo
 def test_the_runner_of_a_gpu_answers_the_same(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answers are the same with and without recorded steps and overlap, on plain torch kernels.
-    """
+    """Recorded steps and overlap, on plain torch kernels, do not change the answers."""
     _, expected = generate(tmp_path, checkpoint, [GREEDY, DRAWN])
     for options in ((), ("--no-cuda-graphs", "--no-overlap")):
         caplog.clear()

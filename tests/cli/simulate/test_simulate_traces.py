@@ -251,8 +251,7 @@ def test_histories_of_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
-    """The store is written by another process because the engine holds it until its process ends.
-    """
+    """Another process writes the store because the engine holds it until its process ends."""
     script = (
         "import sys, chdb\n"
         "store = chdb.connect(sys.argv[1])\n"

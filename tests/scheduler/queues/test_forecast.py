@@ -50,7 +50,7 @@ def wait_s(found: Forecast, tier: Tier, tenant: str) -> float:
 def test_a_tenant_waits_for_all_that_it_has_in_the_queue() -> None:
     found = forecast(busy=(Tier.FREE, 12, 0.0))
     assert wait_s(found, Tier.FREE, "busy") == pytest.approx(12.0)
-    assert wait_s(found, Tier.FREE, "new") == pytest.approx(1.0), "after a tenant with equal service"
+    assert wait_s(found, Tier.FREE, "new") == pytest.approx(1.0), "after a tenant level with it"
 
 
 def test_tenants_take_turns_so_the_shorter_backlog_is_over_sooner() -> None:
