@@ -127,7 +127,7 @@ def test_foreign_serializers_say_the_same(seed: int, packed: bool) -> None:
 
 
 @given(seed=st.integers(0, 2**32), packed=st.booleans())
-def test_so_do_they_in_the_nested_form(seed: int, packed: bool) -> None:
+def test_foreign_serializers_agree_in_the_nested_form(seed: int, packed: bool) -> None:
     foreign = Foreign(random.Random(seed), in_nested_form=True).written(NESTED)
     job = read(foreign, packed=packed, subject="jobs.demo.free")
     assert msgspec.structs.replace(job, frames_as_json=True) == read(

@@ -123,7 +123,7 @@ async def test_a_superseded_run_changes_nothing(index: RunningRequestIndex) -> N
     assert await index.lookup("r1") == RunningRequest(worker_id="w2", epoch=66, finished=True)
 
 
-async def test_it_has_the_leases_of_what_a_worker_runs(
+async def test_the_index_has_the_leases_of_a_workers_requests(
     index: RunningRequestIndex, redis_server: RedisServer
 ) -> None:
     assert await index.held_by("w1") == {}
@@ -161,7 +161,7 @@ async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) 
     assert await index.lookup("r1") is None
 
 
-async def test_it_is_found_again(
+async def test_the_index_works_again_after_a_restart_of_redis(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()

@@ -38,7 +38,7 @@ def test_a_bad_option_is_named(
     assert message in said
 
 
-async def test_it_waits_for_a_worker_and_ends_when_it_is_told(tmp_path: Path) -> None:
+async def test_stages_wait_for_a_worker_and_end_on_request(tmp_path: Path) -> None:
     stages = Stages(tmp_path / "log", "--join", f"127.0.0.1:{free_port()}")
     try:
         await eventually(lambda: "Connection refused" in stages.log.read_text(), timeout_s=60.0)

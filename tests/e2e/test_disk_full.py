@@ -48,7 +48,7 @@ async def _keep_full(disk: SmallDisk, stopped: asyncio.Event) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_streams_end_records_are_kept_and_all_comes_back_by_itself(
+async def test_a_full_disk_loses_no_stream_or_record_and_the_system_recovers(
     disk: SmallDisk, small_system: System
 ) -> None:
     system, stopped = small_system, asyncio.Event()

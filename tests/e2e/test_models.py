@@ -309,7 +309,7 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     await eventually(lambda: versions() == {"demo", "demo@v2"}, timeout_s=30.0)
 
 
-def test_what_cannot_be_disturbs_nothing(millrace: Millrace) -> None:
+def test_an_impossible_change_disturbs_nothing(millrace: Millrace) -> None:
     for arguments, says in (
         (("add", "x", "--model", "/nowhere/at/all"), "does not exist"),
         (("add", "x", "--model", "/tmp"), "config.json"),

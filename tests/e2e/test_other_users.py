@@ -181,7 +181,7 @@ def test_another_user_reads_no_file_and_connects_to_no_server(system: System, wa
     assert found["said"]["clickhouse"].startswith("401 Code: 516")
 
 
-def test_who_may_read_the_files_gets_through(system: System) -> None:
+def test_a_user_who_may_read_the_files_connects(system: System) -> None:
     """Clients that know no command of ours: by the addresses that are written down for them."""
     url = (system.data / "run" / "clickhouse.url").read_text().strip()
     client = clickhouse_connect.get_client(dsn=url, database="millrace")

@@ -65,7 +65,7 @@ def references(node: object) -> set[str]:
         ("websocket.schema.json", openapi.websocket_text),
     ],
 )
-def test_it_is_not_stale(name: str, made: Any) -> None:
+def test_the_openapi_documents_are_not_stale(name: str, made: Any) -> None:
     stale = "run: python -m millrace.gateway.openapi.document"
     assert (_DOCS / name).read_text(encoding="utf-8") == made(), stale
 
@@ -79,7 +79,7 @@ def test_every_reference_leads_somewhere(made: Any) -> None:
             node = node[key]
 
 
-def test_every_schema_is_one() -> None:
+def test_every_schema_is_a_valid_json_schema() -> None:
     for schema in openapi.openapi_document()["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     Draft202012Validator.check_schema(openapi.websocket_schema())

@@ -150,7 +150,7 @@ def test_generators_can_read_the_messages_of_the_socket() -> None:
         {"anyOf": [{"$ref": "#/components/schemas/A"}, {"type": "null"}]},
     ],
 )
-def test_the_test_sees_each_kind(schema: Json) -> None:
+def test_each_kind_of_fault_is_found(schema: Json) -> None:
     assert list(_faults(("components", "A", "properties", "b"), schema))
 
 
@@ -173,7 +173,7 @@ def test_fields_of_requests_have_no_default() -> None:
             assert "default" not in schema, place
 
 
-def test_names_are_no_others() -> None:
+def test_schema_names_do_not_collide_with_generated_names() -> None:
     """A schema is named neither like what generators make for an operation, nor like a type that
     clients bring."""
     document = _document()

@@ -87,7 +87,7 @@ async def ready(process: asyncio.subprocess.Process) -> None:
     raise AssertionError(f"the gateway did not start:\n{seen.decode()}")
 
 
-async def test_it_serves_drains_and_ends(start: Start, worker: EchoWorker) -> None:
+async def test_a_gateway_process_serves_drains_and_ends(start: Start, worker: EchoWorker) -> None:
     port = free_port()
     process = await start(port)
     await ready(process)

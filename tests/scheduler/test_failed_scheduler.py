@@ -50,7 +50,7 @@ def config(nats_config: NatsConfig, tmp_path: Path) -> Config:
     )
 
 
-async def test_it_lives_again(failing: Failing, config: Config) -> None:
+async def test_a_failed_scheduler_starts_again(failing: Failing, config: Config) -> None:
     told: list[str] = []
     bus = await nats.connect(config.nats, "test", part=Part.SCHEDULER)
     await bus.control.subscribe_queue_status(lambda status: told.append(status.model))
@@ -66,7 +66,7 @@ async def test_it_lives_again(failing: Failing, config: Config) -> None:
     await bus.close()
 
 
-async def test_after_five_failures_it_ends(failing: Failing, config: Config) -> None:
+async def test_the_process_ends_after_five_failures(failing: Failing, config: Config) -> None:
     serving = asyncio.create_task(serve(config))
     for number in range(MAX_FAILURES):
         await eventually(lambda count=number + 1: len(failing.lives) == count)

@@ -46,7 +46,9 @@ WELL = RecordFlow(
         ),
     ],
 )
-def test_conditions(flow: RecordFlow, holding: set[tuple[str, str]]) -> None:
+def test_alert_conditions_follow_the_record_flow(
+    flow: RecordFlow, holding: set[tuple[str, str]]
+) -> None:
     found = list(conditions_of(flow))
     assert {(one.name, one.subject) for one in found if one.holds} == holding
 

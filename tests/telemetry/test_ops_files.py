@@ -177,7 +177,7 @@ async def test_a_bad_parameter_is_named(
     assert message in error["message"]
 
 
-async def test_what_is_not_there(door: Door) -> None:
+async def test_unknown_paths_are_not_found(door: Door) -> None:
     for path in ("/ops/api/nothing", "/ops/api/nothing.csv", "/ops/api/requests"):
         refused = await door.http.get(path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")

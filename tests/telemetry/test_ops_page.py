@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_it_draws_what_the_store_holds(store: Store, ops: OpsPage, dark: bool) -> None:
+async def test_the_page_draws_the_stored_figures(store: Store, ops: OpsPage, dark: bool) -> None:
     await fill(store)
     page, complaints = await ops.open(dark=dark)
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
@@ -121,7 +121,7 @@ async def test_unreachable_telemetry_is_said_and_it_recovers(store: Store, ops: 
     await expect(page.locator("#problem")).to_be_hidden(timeout=10_000)
 
 
-async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
+async def test_the_page_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
     """Money of two currencies and a spent error budget are there, and all of it is readable while
     the page loads, lives, waits for telemetry or for a key, in light and dark."""
     refused = refusal_record(time.time_ns(), 1, tenant="acme", limit="monthly_budget")
@@ -196,7 +196,7 @@ async def test_on_a_phone_nothing_overflows(store: Store, ops: OpsPage) -> None:
     assert complaints == []
 
 
-async def test_it_rests_while_nobody_looks(ops: OpsPage) -> None:
+async def test_a_hidden_page_asks_nothing(ops: OpsPage) -> None:
     page, _ = await ops.open()
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
     await page.evaluate(

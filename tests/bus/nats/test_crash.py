@@ -121,7 +121,7 @@ async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsS
     assert len(await asyncio.wait_for(outbox, 3.0)) == 1
 
 
-async def test_what_is_stored_during_an_outage_is_stored_once(
+async def test_a_job_published_during_an_outage_is_stored_once(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
@@ -141,7 +141,7 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
     assert await two.results.fetch("t", "r1") == result
 
 
-async def test_a_question_about_gateways_says_nothing_during_an_outage(
+async def test_asking_for_held_requests_during_an_outage_raises(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     """An outage raises an error instead of reporting that no gateway holds the request."""

@@ -68,7 +68,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     await made.dropped.close()
 
 
-async def test_what_is_announced_is_stored(server: Server) -> None:
+async def test_a_dropped_message_is_stored_anew(server: Server) -> None:
     server.publish(b"1")
     server.announce()
     assert await server.pass_s(5.0) == []
@@ -90,7 +90,7 @@ async def test_an_announcement_may_overtake(server: Server) -> None:
     assert await server.pass_s(5.0) == [b"2"]
 
 
-async def test_what_the_server_refuses_is_let_be(server: Server) -> None:
+async def test_messages_refused_by_the_server_are_ignored(server: Server) -> None:
     server.publish(b"never announced")
     server.publish(b"1", "n")
     server.announce("n")

@@ -92,7 +92,7 @@ async def test_what_is_published_by_a_client_that_moves_arrives(servers: list[Na
         assert seen == Counter(taken)
 
 
-async def test_an_object_that_is_over_hears_of_no_reconnect(servers: list[NatsServer]) -> None:
+async def test_a_collected_listener_is_not_called_on_reconnect(servers: list[NatsServer]) -> None:
     class Listener:
         def __init__(self, name: str) -> None:
             self._name = name

@@ -175,7 +175,7 @@ async def attempt(server: NatsWithUsers, user: str) -> Tried:
     return Tried(client, errors)
 
 
-def test_what_is_checked_in_is_what_is_generated() -> None:
+def test_the_checked_in_accounts_are_the_generated_ones() -> None:
     stale = "run: python -m millrace.bus.nats.accounts > deploy/nats/accounts.conf"
     assert (DEPLOY / "accounts.conf").read_text() == accounts.text(), stale
     example = accounts.parse_service("acme=free,batch")
@@ -215,7 +215,7 @@ async def test_each_may_use_its_own_subjects_and_no_other(
 
 
 @pytest.mark.parametrize("part", Part)
-async def test_each_part_finds_its_place(
+async def test_each_part_connects_with_its_own_permissions(
     server: NatsWithUsers, part: Part, caplog: pytest.LogCaptureFixture
 ) -> None:
     bus = await connect(server.config_of(part.value), "test", part=part)
@@ -272,7 +272,7 @@ async def test_without_the_permission_to_ask_no_request_is_an_orphan(
     await bus.close()
 
 
-async def test_a_user_in_the_place_of_another_part_is_told(server: NatsWithUsers) -> None:
+async def test_connecting_as_another_part_raises_an_error(server: NatsWithUsers) -> None:
     with pytest.raises(BusForbiddenError, match=r"subscribe to _INBOX\.gateway"):
         await connect(server.config_of("worker"), "test", part=Part.GATEWAY)
 

@@ -201,7 +201,7 @@ async def test_nothing_is_told_without_tls_where_tls_is_demanded(tmp_path: Path)
         assert "CONNECT {" not in server.log_path.read_text()
 
 
-async def test_several_servers_of_which_one_is_of_no_use(
+async def test_the_client_skips_absent_and_untrusted_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other", "Another")
@@ -255,7 +255,7 @@ async def test_a_password_that_is_changed_in_the_server_is_said_once(
         server.stop()
 
 
-def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+def test_bad_key_and_certificate_files_are_named(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     pair, another = authority.sign("mine"), authority.sign("another")
     locked = authority.sign("locked")
@@ -298,7 +298,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
         assert operator.seed not in raised.value.message
 
 
-def test_tls_is_of_this_century(tmp_path: Path) -> None:
+def test_tls_needs_version_1_2_and_a_verified_host(tmp_path: Path) -> None:
     from millrace.runtime.tls import client_context
 
     context = client_context("nats", NatsConfig(ca_file=str(Authority(tmp_path).certificate)))

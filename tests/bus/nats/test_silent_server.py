@@ -68,7 +68,7 @@ async def publishing(connection: Connection, pause_s: float, payload: bytes) -> 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
+async def test_a_silent_server_is_noticed_at_every_publishing_rate(nats_server: NatsServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         all_reached = []
         for pause_s, payload in ((3_600.0, b""), (0.2, b"x" * 100), (0.002, b"x" * 100_000)):
@@ -91,7 +91,7 @@ async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tls", "ws"])
-def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
+def test_a_silent_server_is_noticed_over_tls_and_websockets(scheme: str, tmp_path: Path) -> None:
     """The connection notices the silence on uvloop, the event loop of a system's parts."""
     authority = Authority(tmp_path / "ca")
     pair = authority.sign("server")
@@ -159,7 +159,7 @@ async def heard_again(connection: Connection) -> bytes:
     return payload
 
 
-async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
+async def test_a_connection_to_a_silent_server_closes_in_time(nats_server: NatsServer) -> None:
     """The client does not wait for unsent data when it closes."""
     async with reached(nats_server.port) as one, publishing(one.connection, 0.001, b"x" * 100_000):
         await asyncio.sleep(0.1)

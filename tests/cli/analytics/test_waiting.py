@@ -98,7 +98,7 @@ def test_telemetry_that_does_not_listen_yet_is_waited_for(
 
 
 @pytest.mark.parametrize("command", [_SQL, ("migrate", "--dry-run", "--data")])
-def test_waiting_ends(
+def test_waiting_for_a_system_ends_with_an_error(
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

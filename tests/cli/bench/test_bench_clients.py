@@ -257,7 +257,7 @@ def test_arrivals_have_their_rate_and_their_burstiness() -> None:
 
 
 @pytest.mark.parametrize("text", ["7", "uniform:3:9", "lognormal:100:0.5", "lognormal:100:0.5:120"])
-def test_a_spread_is_what_it_says(text: str) -> None:
+def test_a_length_spread_draws_its_distribution(text: str) -> None:
     spread = parse_spread(text)
     assert str(spread) == text
     drawn = [spread.draw(random.Random(seed)) for seed in range(4_000)]

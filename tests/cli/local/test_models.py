@@ -207,7 +207,9 @@ async def test_versions_of_a_model_have_names_of_their_own(tmp_path: Path, tiny:
 
 
 @pytest.mark.parametrize("error", [StartError("worker-2 ended"), MillraceError("odd")])
-async def test_what_fails_changes_nothing(tmp_path: Path, tiny: Path, error: Exception) -> None:
+async def test_a_failed_change_changes_nothing(
+    tmp_path: Path, tiny: Path, error: Exception
+) -> None:
     system = System(tmp_path)
     system.host.fails = error
     with pytest.raises(MillraceError, match=str(error)):

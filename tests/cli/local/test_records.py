@@ -72,7 +72,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-async def test_what_is_ready_in_time_is_not_spoken_of(machine: Machine) -> None:
+async def test_telemetry_that_is_ready_in_time_is_not_mentioned(machine: Machine) -> None:
     machine.is_up.touch()
     machine.start(machine.telemetry())
     await machine.records.wait(60.0)

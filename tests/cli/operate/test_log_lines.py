@@ -142,7 +142,7 @@ def test_down_waits_as_long_as_it_is_told(
         stubborn.communicate()
 
 
-def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_a_killed_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     for odd in ("", "12", "x y", "1 2 3", "999999999 1"):
         (tmp_path / "run" / "up.pid").write_text(odd)
@@ -154,7 +154,7 @@ def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out) == {"state": "not running", "well": False}
 
 
-def test_the_own_line_is_of_this_process(tmp_path: Path) -> None:
+def test_the_pid_line_names_this_process(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "up.pid").write_text(own_line())
     found = supervising(tmp_path)

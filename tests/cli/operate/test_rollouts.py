@@ -81,7 +81,7 @@ def test_a_life_of_a_rollout(models: Models) -> None:
         (("rollback", "other"), "There is no rollout of 'other'"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(
+def test_an_impossible_rollout_is_one_sentence(
     models: Models, arguments: tuple[str, ...], says: str
 ) -> None:
     code, _, err = models.run(*arguments)

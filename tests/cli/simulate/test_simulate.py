@@ -68,7 +68,7 @@ def test_a_trace_of_three_by_hand() -> None:
     _check_conserved([first, second, third])
 
 
-def test_what_the_report_makes_of_it() -> None:
+def test_the_report_of_a_trace_by_hand() -> None:
     trace = [make_request(0.0), make_request(0.05)]
     settings = make_settings(1, slots=1, gpu_hour_price=3.6, gpus_per_worker=2.0)
     report = report_trace(trace, settings)
@@ -222,7 +222,7 @@ def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
     assert affine.overall.ttft_ms.mean < apart.overall.ttft_ms.mean
 
 
-def test_batch_work_makes_way_for_what_somebody_waits_for() -> None:
+def test_batch_work_gives_way_to_interactive_requests() -> None:
     batch = make_load(40, 0.01, tier=Tier.BATCH, output_tokens=400)
     chat = [make_request(2.0 + number, tier=Tier.PRO, output_tokens=50) for number in range(10)]
     trace = sorted([*batch, *chat], key=lambda request: request.at_s)

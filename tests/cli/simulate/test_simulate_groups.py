@@ -30,7 +30,7 @@ def _group(num_devices: int, **collectives: float) -> SimulationSettings:
     return replace(settings, config=replace(settings.config, worker=worker), gpu_hour_price=3.6)
 
 
-def test_what_is_exchanged_by_hand() -> None:
+def test_exchange_times_match_a_calculation_by_hand() -> None:
     """A 70B model over 4 devices: 160 sums of 8,192 numbers a token, of which a device sends one
     and a half times as many, and 128,256 logits a sequence, of which it has not got three
     quarters."""

@@ -110,7 +110,7 @@ def test_a_stream_stays_where_its_blocks_take_longer_than_computing_them() -> No
     assert all(outcome.status is Status.DONE for outcome in result.outcomes)
 
 
-def test_what_was_pulled_is_found_again_where_it_came_to() -> None:
+def test_pulled_blocks_are_cached_at_the_pulling_worker() -> None:
     shared = (("same", 999),)
     trace = _beside_a_stream(
         make_request(0.5, prompt_tokens=1_000, prefix=shared, output_tokens=20),

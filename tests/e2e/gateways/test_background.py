@@ -70,7 +70,9 @@ async def _answers(client: openai.AsyncOpenAI) -> bool:
         ),
     ],
 )
-async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, ...]) -> None:
+async def test_a_background_answer_continues_when_parts_are_killed(
+    pair: System, parts: tuple[str, ...]
+) -> None:
     async with _client(pair) as client:
         undisturbed = await client.responses.create(**_request())
     async with _client(pair) as client:

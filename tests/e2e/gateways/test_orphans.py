@@ -146,7 +146,7 @@ def _cost_of_rows(system: System) -> Decimal:
     return Decimal(row["paid"])
 
 
-async def test_an_answer_for_nobody_ends_after_the_grace(slow_system: System) -> None:
+async def test_an_orphaned_answer_ends_after_the_grace(slow_system: System) -> None:
     system, reader = slow_system, _Reader(slow_system)
     began_s = time.monotonic()
     await _kill_gateways_under(system, reader)

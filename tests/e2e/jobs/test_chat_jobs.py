@@ -147,7 +147,9 @@ def _told_by(result: JobResult) -> dict[str, Any]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "msgpack"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-async def test_one_answer(scribe: ScribeSystem, case: Case, *, packed: bool) -> None:
+async def test_a_chat_job_gets_the_answer_of_a_chat_request(
+    scribe: ScribeSystem, case: Case, *, packed: bool
+) -> None:
     scribe.script.text = case.said
     body = {"messages": case.messages, **(case.fields or {})}
     answer = await scribe.http.post("/v1/chat/completions", json={"model": MODEL, **body})
@@ -223,7 +225,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED.keys())
-async def test_one_refusal(scribe: ScribeSystem, fields: dict[str, Any], param: str) -> None:
+async def test_a_chat_job_gets_the_refusal_of_a_chat_request(
+    scribe: ScribeSystem, fields: dict[str, Any], param: str
+) -> None:
     body = {"messages": HI} | fields
     answer = await scribe.http.post("/v1/chat/completions", json={"model": MODEL, **body})
     assert answer.status_code == 400
@@ -265,7 +269,7 @@ async def test_what_only_a_gateway_does_is_refused_by_name(scribe: ScribeSystem,
         ({"prompt": [1, 2.5], "max_tokens": 3}, "prompt[1]"),
     ],
 )
-async def test_what_no_completion_job_has(
+async def test_fields_that_completion_jobs_lack_are_refused_by_name(
     scribe: ScribeSystem, fields: dict[str, Any], param: str
 ) -> None:
     result = await scribe.run_job({"prompt": "hi", "temperature": 0.5} | fields)

@@ -230,7 +230,7 @@ _EACH_OPERATION = pytest.mark.parametrize(
 
 
 @_EACH_OPERATION
-def test_it_keeps_its_word(
+def test_random_requests_get_documented_answers(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
     _check(_FEW_EXAMPLES, method, path, served=served, session=session, kept=kept)
@@ -238,7 +238,7 @@ def test_it_keeps_its_word(
 
 @pytest.mark.slow(reason="eight drawn examples and every bound; the test above draws the first 200")
 @_EACH_OPERATION
-def test_it_keeps_its_word_at_every_bound(
+def test_requests_at_every_bound_get_documented_answers(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
     _check(_MANY_EXAMPLES, method, path, served=served, session=session, kept=kept)

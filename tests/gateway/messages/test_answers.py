@@ -84,7 +84,7 @@ async def test_an_answer_of_nothing(sdk: anthropic.AsyncAnthropic, front: Runnin
     ("stop_reason", "told"),
     [("over", ("stop_sequence", "over")), (7, ("end_turn", None)), (None, ("end_turn", None))],
 )
-async def test_what_stopped_it(
+async def test_a_stop_reason_says_what_ended_the_answer(
     sdk: anthropic.AsyncAnthropic,
     front: RunningGateway,
     stop_reason: str | int | None,

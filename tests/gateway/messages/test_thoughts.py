@@ -31,7 +31,7 @@ async def front() -> AsyncIterator[RunningGateway]:
         yield running
 
 
-async def test_they_are_told_whom_they_were_asked_by(
+async def test_thoughts_are_returned_if_requested(
     sdk: anthropic.AsyncAnthropic, front: RunningGateway
 ) -> None:
     whole = await sdk.messages.create(**ASKED, thinking=THINKING)
@@ -56,7 +56,9 @@ async def test_they_are_told_whom_they_were_asked_by(
     "thinking",
     [anthropic.omit, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}],
 )
-async def test_they_are_told_nobody_else(sdk: anthropic.AsyncAnthropic, thinking: Any) -> None:
+async def test_thoughts_are_not_returned_unless_requested(
+    sdk: anthropic.AsyncAnthropic, thinking: Any
+) -> None:
     whole = await sdk.messages.create(**ASKED, thinking=thinking)
     async with sdk.messages.stream(**ASKED, thinking=thinking) as stream:
         streamed = await stream.get_final_message()

@@ -84,7 +84,7 @@ async def test_nothing_is_wrong_with_the_page(front: RunningGateway, page: Page)
     assert checked.found == [], "\n".join(checked.found)
 
 
-async def test_it_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
+async def test_the_page_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
     """The page is readable while it waits for the models, for a key and for an answer."""
     async with watched(browser, front.url) as window:
         page = await window.context.new_page()

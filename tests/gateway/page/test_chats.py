@@ -61,7 +61,7 @@ async def come_back(page: Page) -> None:
     await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
+async def test_another_browser_shows_the_tenants_chats(browser: Browser, keyed: Keyed) -> None:
     front = keyed.front
     async with (
         watched(browser, front.url) as here,
@@ -133,7 +133,7 @@ async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
         await expect(two.locator(".turn")).to_have_count(0)
 
 
-async def test_without_a_key_it_says_where_they_are(
+async def test_without_a_key_the_page_says_that_chats_stay_in_the_browser(
     browser: Browser, front: RunningGateway
 ) -> None:
     async with watched(browser, front.url) as window:

@@ -99,7 +99,7 @@ async def test_claude_code_lowers_max_tokens(
     assert (await claude.messages.create(**ask, max_tokens=left)).type == "message"
 
 
-async def test_claude_code_compacts_and_knows_that_it_is_the_tools(
+async def test_claude_code_compacts_and_blames_the_tools(
     claude: anthropic.AsyncAnthropic,
 ) -> None:
     ask: Any = {
@@ -124,7 +124,7 @@ async def test_claude_code_compacts_and_knows_that_it_is_the_tools(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_within_an_answer(
+async def test_a_worker_with_a_smaller_window_refuses_the_prompt(
     front: RunningGateway, claude: anthropic.AsyncAnthropic, stream: bool
 ) -> None:
     """A worker with a smaller window refuses, before a first token and behind it."""

@@ -125,7 +125,7 @@ async def test_a_change_of_mind_counts_within_seconds(link: RedisLink, clock: Ma
     assert not await identity.keeps_transcripts("acme")
 
 
-async def test_who_cannot_be_asked_has_not_agreed(
+async def test_while_redis_is_away_no_transcript_is_kept(
     redis_server: RedisServer, clock: ManualClock
 ) -> None:
     link = RedisLink(RedisConfig(url=redis_server.url), clock)

@@ -50,7 +50,7 @@ async def texts(client: openai.AsyncOpenAI, conversation_id: str) -> list[str]:
     return [text_of(item) for item in page.data]
 
 
-async def test_it_is_made_changed_and_forgotten(client: openai.AsyncOpenAI) -> None:
+async def test_a_conversation_is_made_changed_and_deleted(client: openai.AsyncOpenAI) -> None:
     made = await client.conversations.create(items=[message("one")], metadata={"a": "b"})
     assert made.id.startswith("conv-")
     assert (await client.conversations.retrieve(made.id)).metadata == {"a": "b"}
@@ -101,7 +101,9 @@ async def test_answers_are_added_to_it(
     assert prompts[1] == "user:The sky.|user:Today?|assistant:Blue.|user:And now?"
 
 
-async def test_it_is_named_by_its_id_alone_or_in_an_object(client: openai.AsyncOpenAI) -> None:
+async def test_a_conversation_is_named_by_its_id_or_by_an_object(
+    client: openai.AsyncOpenAI,
+) -> None:
     made = await client.conversations.create()
     answer = await client.responses.create(model=MODEL, conversation={"id": made.id}, input="Hi")
     item = {"type": "item_reference", "id": answer.output[0].id}
@@ -273,7 +275,7 @@ async def test_turns_at_the_same_time_are_added_whole(client: openai.AsyncOpenAI
         ("/conv-none/items", {"items": [message("x")]}, "conversation", 404),
     ],
 )
-async def test_what_is_refused(
+async def test_bad_conversation_requests_are_refused(
     redis: RedisConfig, path: str, body: Any, param: str | None, status: int
 ) -> None:
     config = GatewayConfig(response_max_bytes=1_000)

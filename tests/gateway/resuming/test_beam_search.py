@@ -34,7 +34,7 @@ async def test_one_search_for_one_key(pair: Pair) -> None:
     assert len(pair.worker.jobs) == 1
 
 
-async def test_two_who_ask_at_once_read_one_search(pair: Pair) -> None:
+async def test_two_simultaneous_clients_read_one_search(pair: Pair) -> None:
     pair.worker.gate.clear()
     headers = {"Idempotency-Key": "k-2"}
     async with (

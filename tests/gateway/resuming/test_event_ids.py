@@ -247,7 +247,7 @@ async def whole_and_rests(
 
 @pytest.mark.parametrize("tokens_per_frame", [1, 7, 500])
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-async def test_the_rest_comes_behind_each_event(
+async def test_a_stream_resumed_after_any_event_sends_the_rest(
     pair: Pair, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
     await whole_and_rests(pair, path, body, tokens_per_frame)
@@ -255,7 +255,7 @@ async def test_the_rest_comes_behind_each_event(
 
 @pytest.mark.parametrize("tokens_per_frame", [1, 7, 500])
 @pytest.mark.parametrize(("path", "body"), ANSWERS)
-async def test_the_rest_comes_behind_each_event_of_thoughts(
+async def test_a_stream_resumed_after_any_event_of_thoughts_sends_the_rest(
     redis: RedisConfig, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
     model = ByteModel()
@@ -311,6 +311,6 @@ def test_ids_are_read(text: str, expected: EventId) -> None:
 @pytest.mark.parametrize(
     "text", ["a", "a/", "a/x", "/5", "a/5~", "a/5,6~1", "a/5~1,2", "a/5~~1", "a/5~1~2~3", "a~1/5"]
 )
-def test_what_is_no_id_is_refused(text: str) -> None:
+def test_a_malformed_event_id_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="Last-Event-ID"):
         parse_event_id(text)

@@ -157,7 +157,7 @@ async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_who_comes_while_the_first_is_refused_has_its_turn(
+async def test_a_request_waiting_for_a_refused_one_is_submitted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     """A client that waits for a refused request is not left without an answer."""

@@ -50,7 +50,7 @@ class Read:
 @pytest.mark.parametrize(
     ("num_read", "with_call"), [(3, False), (30, False), (30, True), (50, True)]
 )
-async def test_it_goes_on_in_the_block_where_it_stopped(
+async def test_a_messages_stream_continues_in_its_last_block(
     pair: Pair, num_read: int, with_call: bool
 ) -> None:
     said = "I shall look at it now, and then say more."

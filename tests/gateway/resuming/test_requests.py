@@ -162,7 +162,7 @@ async def test_a_resumption_that_fails_leaves_an_answer_that_ends(
     assert not first.worker.cancelled
 
 
-async def test_two_take_up_the_key_of_a_gateway_that_died(
+async def test_two_clients_take_over_the_key_of_a_dead_gateway(
     fronts: tuple[RunningGateway, RunningGateway],
 ) -> None:
     """The dead gateway had claimed the key and published nothing."""
@@ -222,7 +222,7 @@ async def test_a_client_that_waited_too_long_shares_what_another_submitted(
     assert submitted == ["chatcmpl-gone"]
 
 
-async def test_a_key_that_was_given_up_belongs_to_the_next(
+async def test_a_released_key_belongs_to_the_next_request(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that waited for the refused request gets the next request's answer."""
@@ -255,7 +255,7 @@ async def test_a_key_that_was_given_up_belongs_to_the_next(
     assert len(first.worker.jobs) == 1
 
 
-async def test_a_gateway_that_goes_refuses_what_has_not_begun(
+async def test_a_stopping_gateway_refuses_requests_that_have_not_begun(
     fronts: tuple[RunningGateway, RunningGateway],
 ) -> None:
     """The refusal comes at once, without a wait for frames that no worker sends."""

@@ -165,7 +165,7 @@ def text_of(messages: list[dict[str, Any]]) -> str:
         ),
     ],
 )
-async def test_the_rest_comes_behind_each_event(
+async def test_a_tool_answer_resumed_after_any_event_sends_the_rest(
     place: Place, path: str, body: dict[str, Any]
 ) -> None:
     first = await place.gateway()
@@ -255,7 +255,7 @@ async def test_an_answer_that_is_left_between_rounds_ends(
     assert not front.worker.cancelled
 
 
-async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
+async def test_a_client_that_takes_over_between_rounds_is_not_cut_off(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front, release = await place.gateway(), asyncio.Event()
@@ -359,7 +359,7 @@ async def test_the_next_round_speaks_to_the_gateway_that_has_the_answer_now(plac
     assert [job.reply for job in first.worker.jobs] == ["gw-1", "gw-2"]
 
 
-async def test_a_gateway_that_goes_waits_for_tools(place: Place) -> None:
+async def test_a_stopping_gateway_waits_for_tools(place: Place) -> None:
     front = await place.gateway()
     place.tool_gate.clear()
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:

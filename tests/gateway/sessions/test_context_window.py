@@ -84,7 +84,7 @@ histories = st.lists(exchanges(), max_size=12).map(lambda found: [m for one in f
 
 
 @given(histories, texts, st.integers(8, 600), st.sampled_from(["", "what was said"]))
-def test_what_is_left_fits_and_is_the_newest(
+def test_the_newest_turns_that_fit_are_kept(
     history: list[ChatMessage], text: str, num_tokens: int, summary: str
 ) -> None:
     turn = [user(text)]
@@ -125,7 +125,7 @@ def test_a_result_is_never_apart_from_its_call(
 
 
 @given(histories, texts)
-def test_what_fits_is_sent_as_it_is(history: list[ChatMessage], text: str) -> None:
+def test_a_conversation_that_fits_is_unchanged(history: list[ChatMessage], text: str) -> None:
     whole = [*history, user(text)]
     result = fitted(history, [user(text)], window(len(encode(whole)) + 1))
     assert (list(result.messages), result.num_dropped) == (whole, 0)

@@ -197,7 +197,7 @@ async def client(front: RunningGateway, token: str) -> AsyncIterator[httpx.Async
         yield made
 
 
-async def test_while_redis_is_away_nobody_is_parted_with(
+async def test_no_socket_is_closed_while_redis_is_away(
     redis_server: RedisServer,
     pair: tuple[RunningGateway, RunningGateway],
     store: TenantStore,

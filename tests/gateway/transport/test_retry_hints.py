@@ -127,7 +127,7 @@ async def test_what_a_retry_does_mend(front: RunningGateway, http: httpx.AsyncCl
         (Refusal(status=500, code="internal_error", message=""), None),
     ],
 )
-def test_the_rule(refusal: Refusal, told: bool | None) -> None:
+def test_each_refusal_has_its_retry_hint(refusal: Refusal, told: bool | None) -> None:
     assert refusal.should_retry is told
     value = {True: b"true", False: b"false", None: None}[told]
     assert dict(refusal.headers).get(b"x-should-retry") == value

@@ -167,7 +167,7 @@ async def test_short_ones_leave_at_once(world: World) -> None:
     assert not second.warmed
 
 
-async def test_of_what_nobody_listens_to_the_prompt_is_pulled(world: World) -> None:
+async def test_the_prompt_of_a_job_without_a_listener_is_pulled(world: World) -> None:
     first = await serving(world, "a")
     await world.client.jobs.publish(job("r0", prompt_token_ids=LONG, reply=""))
     await world.until(lambda: "r0" in first.running)

@@ -100,7 +100,7 @@ async def test_nothing_changes_where_load_is_even_or_switching_is_off(world: Wor
     assert not _num_changes(workers)
 
 
-async def test_one_that_drains_is_not_counted_on(world: World) -> None:
+async def test_a_draining_worker_does_not_count_towards_its_role(world: World) -> None:
     workers = await _fleet(world, 1, 2)
     workers[1].draining = True
     await workers[1].announce()

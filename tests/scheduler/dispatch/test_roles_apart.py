@@ -113,7 +113,7 @@ async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_g
     await world.pass_real(lambda: "r1" in other.running)
 
 
-async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World) -> None:
+async def test_a_stream_waits_at_its_prefill_worker_for_room_to_decode(world: World) -> None:
     prefilling, decoding = await _with_roles(world)
     decoding.rejection = "full"
     decoding.num_slots = 1
@@ -130,7 +130,7 @@ async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World
     await world.pass_real(lambda: "r1" in decoding.running)
 
 
-async def test_it_stays_where_nobody_decodes_or_its_blocks_cannot_be_had(world: World) -> None:
+async def test_a_stream_stays_without_a_decode_worker_or_a_pull(world: World) -> None:
     prefilling, decoding = await _with_roles(world)
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)

@@ -132,7 +132,7 @@ async def test_the_end_of_a_job_that_no_worker_ends(world: World) -> None:
     assert isinstance(others[-1], Expired)
 
 
-async def test_it_waits_until_the_first_runs_and_goes_where_the_first_goes(world: World) -> None:
+async def test_a_repeated_job_waits_for_the_first_and_follows_it(world: World) -> None:
     publish(world, job("r1"))
     publish(world, job("r1", reply="other"))
     others = await listen(world, "other")
@@ -148,7 +148,7 @@ async def test_it_waits_until_the_first_runs_and_goes_where_the_first_goes(world
     assert isinstance(others[0], Done)
 
 
-async def test_its_scheduler_dies(world: World) -> None:
+async def test_a_repeated_job_survives_its_scheduler(world: World) -> None:
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)
@@ -247,7 +247,9 @@ async def test_the_same_listener_gets_what_the_first_sends(world: World) -> None
 
 
 @pytest.mark.parametrize("finished", [True, False])
-async def test_when_the_index_knows_the_first(world: World, finished: bool) -> None:
+async def test_a_repeated_job_is_refused_if_the_index_knows_the_first(
+    world: World, finished: bool
+) -> None:
     """The first job was answered, or it runs at another scheduler."""
     worker = await world.add_worker()
     # With a job before it, so that the queue is known to count its deliveries.
@@ -267,7 +269,7 @@ async def test_when_the_index_knows_the_first(world: World, finished: bool) -> N
     await world.until(lambda: world.num_stored == 1)
 
 
-async def test_after_the_first_nobody_knows_of(world: World) -> None:
+async def test_a_repeated_job_runs_if_the_index_has_expired(world: World) -> None:
     """The index entry of the first job has expired, so the repeated job runs."""
     worker = await world.add_worker()
     publish(world, job("r1"))

@@ -258,7 +258,7 @@ async def test_versions_come_and_go_with_the_catalogue(world: World) -> None:
     assert len(old.history) == 3
 
 
-async def test_what_its_callers_are_to_blame_for_does_not_count(world: World) -> None:
+async def test_errors_of_callers_do_not_count_against_a_version(world: World) -> None:
     await _workers(world)
     await _start(world, msgspec.structs.replace(CANARY, interval_s=1e3))
     await world.pass_s(3.0)

@@ -216,7 +216,7 @@ async def test_the_bound_of_waiting_jobs_is_the_tenants_own(bench: LimitBench) -
     assert await admission.max_waiting_jobs(whose) == [None, None, None]
 
 
-async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
+async def test_a_job_over_its_whole_limit_fails(bench: LimitBench) -> None:
     admission = door_of(bench)
     await bench.tenant("small", tokens_per_minute=18)
     await bench.tenant("poor", monthly_budget=Decimal(18))
@@ -270,7 +270,7 @@ async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBenc
     assert await standing(bench, "acme") == (0, 5)
 
 
-async def test_what_began_goes_on_and_is_charged(bench: LimitBench) -> None:
+async def test_a_started_job_continues_over_the_limit_and_is_charged(bench: LimitBench) -> None:
     """The job's reservation has lapsed, and other jobs have used up the limit since."""
     await bench.tenant("acme", requests_per_minute=1)
     assert await door_of(bench).admit(scheduled_job("acme")) is None
@@ -291,7 +291,7 @@ async def test_what_a_gateway_let_in_is_not_charged_again(bench: LimitBench) -> 
     assert (await standing(bench, "acme"))[0] == 1
 
 
-async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> None:
+async def test_a_job_cannot_use_the_reservation_of_another_request(bench: LimitBench) -> None:
     """The job has the id of an admitted or an answered request."""
     await bench.tenant("acme", requests_per_minute=2)
     await reserve(bench.limiter, Caller(tenant="acme"), "r1")
@@ -304,7 +304,7 @@ async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> No
     assert isinstance(await door_of(bench).admit(again), NotYet)
 
 
-async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
+async def test_a_job_without_a_workers_answer_is_not_charged(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=1, monthly_budget=Decimal(19))
     job = scheduled_job("acme")
     admission = door_of(bench)

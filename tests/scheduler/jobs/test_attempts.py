@@ -45,7 +45,7 @@ async def test_a_killed_worker_s_run_is_a_life_of_unknown_device_time(world: Wor
     assert life.device_us == 0
 
 
-async def test_what_was_given_back_carries_its_device_time(world: World) -> None:
+async def test_a_returned_job_carries_its_device_time(world: World) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
     second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
@@ -61,7 +61,7 @@ async def test_what_was_given_back_carries_its_device_time(world: World) -> None
 
 
 @pytest.mark.parametrize("last_word_after_s", [0.0, 0.01])
-async def test_what_moves_waits_for_the_last_word_of_where_it_ran(
+async def test_a_moved_job_waits_for_the_report_of_its_former_worker(
     world: World, last_word_after_s: float
 ) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
@@ -150,7 +150,7 @@ def test_what_attempts_pulled_is_kept_and_added_up() -> None:
     assert sum_pulled(()) == (0, "")
 
 
-def test_late_words_find_their_run() -> None:
+def test_a_late_report_is_added_to_its_attempt() -> None:
     attempts = AttemptHistory()
     attempts.epoch = 1
     attempts.add_sent("a", 10, is_accepted=True)
@@ -163,7 +163,7 @@ def test_late_words_find_their_run() -> None:
     assert [life.device_us for life in attempts.earlier()] == [50, 0]
 
 
-def test_there_are_never_too_many_and_no_device_time_is_lost() -> None:
+def test_attempts_are_bounded_without_losing_device_time() -> None:
     attempts = AttemptHistory()
     for number in range(1, 3 * MAX_ATTEMPTS_KEPT):
         attempts.add_report(_told(number, number), f"w{number}", number)

@@ -82,7 +82,7 @@ def test_waiting_room_is_used_after_free_slots() -> None:
     assert chosen([full, free]) == "b-1"
 
 
-def test_somebody_who_makes_way_is_the_second_choice() -> None:
+def test_a_worker_with_preemptible_streams_is_the_second_choice() -> None:
     size = {"max_num_sequences": 4, **_SPEEDS}
     batch = view("a-1", num_running=4, num_held_by_tier={Tier.BATCH: 4}, **size)
     free = view("b-1", num_running=3, num_held_by_tier={Tier.FREE: 3}, **size)
@@ -142,7 +142,7 @@ def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> Non
     assert max(counts.values()) - min(counts.values()) <= 24
 
 
-def test_equals_take_turns() -> None:
+def test_equal_workers_take_turns() -> None:
     workers = [*pair(), view("c-1", **_SIZE, **_SPEEDS)]
     order = []
     for number in range(9):
@@ -170,7 +170,7 @@ def test_a_long_prefix_draws_requests_past_an_idle_worker() -> None:
     assert chosen(workers, cached={"a-1": 512}) == "a-1"
 
 
-def test_among_those_at_work_a_short_prefix_counts() -> None:
+def test_a_short_prefix_decides_between_busy_workers() -> None:
     workers = pair()
     for number, worker in enumerate(workers):
         worker.reserve(f"r{number}", ResourceRequest(1, 100))
@@ -188,7 +188,7 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
     assert chosen(workers) == "b-1"
 
 
-def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
+def test_a_worker_with_larger_batches_does_not_look_faster() -> None:
     """The two workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
     equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
 

@@ -53,7 +53,7 @@ def test_nothing_is_needed_where_neither_is_short_or_both_are() -> None:
     assert needed(_LATE, _LATE) is None
 
 
-def test_those_that_are_needed_where_they_are_stay() -> None:
+def test_workers_that_their_role_needs_stay() -> None:
     for busy in (RoleLoad(4, busy=0.6), RoleLoad(4, occupied=0.6)):
         assert needed(_LATE, busy) is None
     assert needed(_LATE, RoleLoad(4, busy=0.5)) == Need(_PREFILL, 1)
@@ -73,9 +73,7 @@ _LOADS = st.builds(
 
 
 @given(_LOADS, _LOADS)
-def test_whoever_gives_workers_is_not_short_of_them_then(
-    prefill: RoleLoad, decode: RoleLoad
-) -> None:
+def test_a_role_that_gives_workers_keeps_enough(prefill: RoleLoad, decode: RoleLoad) -> None:
     need = needed(prefill, decode)
     if need is None:
         return
@@ -170,7 +168,7 @@ def test_a_load_that_stays_as_it_is_moves_workers_one_way_and_then_none(
 
 @settings(max_examples=30, deadline=None)
 @given(_COUNTS, _COUNTS, st.floats(0.0, 0.9), st.floats(0.0, 0.7))
-def test_who_has_enough_for_either_changes_nothing(
+def test_a_fleet_with_enough_workers_changes_nothing(
     num_prefill: int, num_decode: int, busy: float, occupied: float
 ) -> None:
     fleet = _Fleet(num_prefill, num_decode, busy * num_prefill, 0.0, occupied * num_decode)
@@ -211,7 +209,7 @@ def test_a_load_that_turns_is_followed_later() -> None:
     assert at_s - last_s >= TURN_S
 
 
-def test_what_another_changed_is_waited_for() -> None:
+def test_a_change_by_another_scheduler_is_waited_for() -> None:
     ahead = [WorkerLoad("p", _PREFILL, 9.0, 0.0)]
     others = [WorkerLoad(f"d{n}", _DECODE, 0.0, 0.0) for n in range(3)]
     balancer = RoleBalancer()
@@ -223,7 +221,7 @@ def test_what_another_changed_is_waited_for() -> None:
     assert change == RoleChange("d0", _PREFILL, _DECODE)
 
 
-def test_those_change_that_lose_least() -> None:
+def test_the_workers_that_lose_least_change() -> None:
     balancer = RoleBalancer()
     ahead = WorkerLoad("p", _PREFILL, 9.0, 0.0)
     streams = {"a": 3, "b": 1, "c": 1}

@@ -139,7 +139,7 @@ def test_the_shortest_may_go_first_but_waiting_counts() -> None:
     assert sent == [short, long, late_short]
 
 
-def test_who_was_interrupted_goes_first_but_no_batch_before_the_others() -> None:
+def test_interrupted_jobs_go_first_but_batch_stays_last() -> None:
     new, old = scheduled_job(), scheduled_job(interrupted=True)
     new_batch, old_batch = (
         scheduled_job(tier=Tier.BATCH),

@@ -67,7 +67,7 @@ def test_tiers_share_by_weight() -> None:
     assert wait_s(found, Tier.PRO, "p") == pytest.approx(0.0)
 
 
-def test_those_who_come_meanwhile_get_their_share() -> None:
+def test_tenants_that_arrive_meanwhile_get_their_share() -> None:
     """The other tenant gets every second turn because it asks for more than half."""
     alone = forecast(long=(Tier.FREE, 20, 0.0))
     beside = forecast(long=(Tier.FREE, 20, 0.0), other=(Tier.FREE, 0, 3.0))
@@ -179,7 +179,7 @@ async def test_a_hard_question_goes_where_it_will_be_answered_in_time() -> None:
     await world.close()
 
 
-async def test_what_waits_longer_than_its_bound_is_refused_with_when_to_come_back() -> None:
+async def test_a_job_over_its_wait_bound_is_refused_with_a_retry_time() -> None:
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     config = msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=8)
     world = World(config)

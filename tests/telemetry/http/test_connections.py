@@ -34,8 +34,7 @@ AUTH = (CONFIG.username, CONFIG.password)
 async def test_a_client_that_does_not_read_its_answer_is_closed(
     store: Store, store_path: Path, monkeypatch: pytest.MonkeyPatch, sql: str
 ) -> None:
-    """The connection closes after the query's time limit, even if only the last bytes are unread.
-    """
+    """The connection closes after the query's time limit, also if only the last bytes wait."""
     monkeypatch.setattr(protocol, "_SEND_INTERVAL_S", 0.1)
     monkeypatch.setattr(reading_embedded, "_GRACE_S", 0.1)
     limits = ReadLimits(max_queries=1, max_queries_waiting=0, max_query_s=1)

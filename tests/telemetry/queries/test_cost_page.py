@@ -165,7 +165,7 @@ async def test_every_statement_answers_what_the_page_says(store: Store) -> None:
 
 
 @pytest.mark.parametrize("command", [text for kind, text in blocks() if kind == "sh"])
-def test_every_command_is_one(command: str) -> None:
+def test_every_command_of_the_page_parses(command: str) -> None:
     for line in command.strip().splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "millrace"

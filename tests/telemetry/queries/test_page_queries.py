@@ -226,7 +226,7 @@ async def test_cost_by_model_is_exact(filled: Store) -> None:
     ]
 
 
-async def test_what_one_may_filter_by(filled: Store) -> None:
+async def test_filters_list_models_and_tenants_with_requests(filled: Store) -> None:
     rows = await ask(filled, "tenants_models")
     assert [(row["kind"], row["name"], row["requests"]) for row in rows] == [
         ("model", "small", 5),
@@ -236,7 +236,7 @@ async def test_what_one_may_filter_by(filled: Store) -> None:
     ]
 
 
-async def test_what_went_wrong(filled: Store) -> None:
+async def test_interruptions_are_counted_by_step(filled: Store) -> None:
     rows = await ask(filled, "interruptions")
     assert [unix_s(row["t"]) - BEGIN_S for row in rows] == [60, 120]
     assert (rows[0]["shed"], rows[0]["failed"], rows[0]["moves"]) == (1, 1, 0)

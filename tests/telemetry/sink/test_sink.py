@@ -113,7 +113,7 @@ async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
     assert moody.num_inserts <= 2 * 13 + 1 + 2 * num_batches
 
 
-def test_sparse_batches_rest_by_what_they_took() -> None:
+def test_the_rest_after_a_sparse_batch_follows_its_duration() -> None:
     assert sparse_rest_s(0.0, 0.5) == 0.0
     assert sparse_rest_s(0.02, 0.5) == pytest.approx(0.98)
     assert sparse_rest_s(1.0, 0.5) == pytest.approx(1.0)

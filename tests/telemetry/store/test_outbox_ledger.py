@@ -23,7 +23,9 @@ from millrace.telemetry.store.store import Store
         ([(5, 6), (1, 2), (3, 4)], 6),
     ],
 )
-async def test_the_mark(store: Store, ranges: list[tuple[int, int]], mark: int) -> None:
+async def test_the_watermark_follows_landed_and_void_ranges(
+    store: Store, ranges: list[tuple[int, int]], mark: int
+) -> None:
     ledger = OutboxLedger(store)
     assert await ledger.is_empty()
     for first, last in ranges:

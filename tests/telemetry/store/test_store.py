@@ -271,7 +271,6 @@ async def test_the_sink_s_columns_are_the_table_s(store: Store, table: Table[Any
 
 
 async def test_rows_are_inserted_without_pandas(store: Store) -> None:
-    """Otherwise each batch would import pandas, which came with the embedded engine, to check it.
-    """
+    """An installed pandas would be imported for a check of each batch."""
     await OutboxLedger(store).add([1])
     assert vars(options)["pd"] is None

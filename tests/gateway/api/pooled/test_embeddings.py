@@ -137,7 +137,7 @@ def test_numbers_come_through_exactly(as_base64: bool) -> None:
         assert struct.pack("<7f", *map(float, raw[1:-1].split(b","))) == pooled
 
 
-def test_nothing_has_no_direction() -> None:
+def test_a_zero_vector_stays_zero_when_normalized() -> None:
     form = VectorForm(None, normalize=True, as_base64=False)
     assert bytes(form.encode(struct.pack("<2f", 0.0, 0.0))) == b"[0,0]"
 
@@ -270,7 +270,7 @@ async def test_a_limit_that_is_reached(
         (Expired(), 504),
     ],
 )
-async def test_one_that_fails_fails_the_request(
+async def test_a_failing_input_fails_the_request(
     http: httpx.AsyncClient, front: RunningGateway, frame: Frame, status: int
 ) -> None:
     front.worker.end_with = frame
