@@ -85,8 +85,8 @@ async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
         await index.note_cancels("c", ids)
     assert await index.was_cancelled("a b", "r 0")
     assert not await index.was_cancelled("a b", "r 4")
-    kept = [await index.was_cancelled("c", f"r {number}") for number in range(5)]
-    assert kept == [False, False, True, True, True]
+    cancelled = [await index.was_cancelled("c", f"r {number}") for number in range(5)]
+    assert cancelled == [False, False, True, True, True]
     client = Redis.from_url(redis_server.url)
     assert CANCELS_TTL_S - 5 <= await client.ttl("cancels:c") <= CANCELS_TTL_S
     await client.aclose()

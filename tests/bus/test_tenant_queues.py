@@ -173,21 +173,21 @@ class TestTenants:
 
 class TestWatch:
     async def test_each_job_tells_its_line_once(self, bus: Bus, broker: Broker) -> None:
-        told: list[TenantQueue] = []
+        queues: list[TenantQueue] = []
         watcher = await broker.connect("scheduler")
-        subscription = await watcher.jobs.watch(told.append)
+        subscription = await watcher.jobs.watch(queues.append)
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("o", OTHER))
         await store(broker, "jobs.demo.gold", request_id="of no line")
         await store(broker, "jobs.demo.free")
-        await eventually(lambda: len(told) == 3)
-        assert told == [ACME, OTHER, ANYBODY]
+        await eventually(lambda: len(queues) == 3)
+        assert queues == [ACME, OTHER, ANYBODY]
         assert await ids(watcher, ACME) == ["a"]
         await subscription.close()
         await bus.jobs.publish(job("later"))
         await watcher.jobs.tenant_queues()
-        assert len(told) == 3
+        assert len(queues) == 3
 
     async def test_what_is_told_can_be_pulled_at_once(self, bus: Bus, broker: Broker) -> None:
         watcher = await broker.connect("scheduler")
@@ -205,16 +205,16 @@ class TestWatch:
         assert sorted(pulled) == [[f"a{number}"] for number in range(10)]
 
     async def test_a_watcher_that_fails_is_told_on(self, bus: Bus) -> None:
-        told: list[TenantQueue] = []
+        queues: list[TenantQueue] = []
 
         def on_published(tenant_queue: TenantQueue) -> None:
-            told.append(tenant_queue)
+            queues.append(tenant_queue)
             raise RuntimeError("of no concern to the bus")
 
         await bus.jobs.watch(on_published)
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("b"))
-        await eventually(lambda: len(told) == 2)
+        await eventually(lambda: len(queues) == 2)
 
 
 class TestForgetting:

@@ -162,11 +162,11 @@ async def test_a_look_at_a_server_without_streams_says_so(
             ("result", "r1"),
         ):
             assert await millrace(*command, "--nats", server.url) == 2
-            said = capsys.readouterr().err
-            assert said.startswith(
+            error = capsys.readouterr().err
+            assert error.startswith(
                 f"millrace {command[0]}: No Millrace system uses the NATS server"
             )
-            assert server.url in said
+            assert server.url in error
         async with observed(server.url) as observer:
             assert await observer.streams() == {}
 

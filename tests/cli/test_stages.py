@@ -33,9 +33,9 @@ def test_a_bad_option_is_named(
     monkeypatch.chdir(tmp_path)
     Path("empty").touch()
     assert main(["stages", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("millrace stages: ")
-    assert message in said
+    error = capsys.readouterr().err
+    assert error.startswith("millrace stages: ")
+    assert message in error
 
 
 async def test_stages_wait_for_a_worker_and_end_on_request(tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def test_a_python_library_runs_its_tools(
     for name in ("frameworks.py", "agent_tools.py"):
         shutil.copy(_HERE / name, room.work)
     name = re.split(r"[=\[]", library.packages[0])[0]
-    said = room.run(library.command, python_packages(name, *library.packages))
-    assert _ANSWER in said
+    output = room.run(library.command, python_packages(name, *library.packages))
+    assert _ANSWER in output
     room.check()
 
 
@@ -167,9 +167,9 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
         text=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_CLIENT_TIMEOUT_S)
+            output, _ = process.communicate(timeout=_CLIENT_TIMEOUT_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said
-    return said
+    assert process.returncode == 0, output
+    return output

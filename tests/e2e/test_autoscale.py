@@ -152,9 +152,9 @@ async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> N
         await streams.eventually_have({"late": 1})
         assert len(_workers(scaled)) == 1
         await streams.cancel("late")
-    said = scaled.output()
+    output = scaled.output()
     # Two may be wanted before it shows that three are.
-    assert re.search("worker-2 is starting: [23] are wanted for demo", said)
-    assert "is stopping: 1 is wanted for demo" in said
-    assert "worker-1 is starting: 1 is wanted for demo" in said
-    assert "starting it again" not in said
+    assert re.search("worker-2 is starting: [23] are wanted for demo", output)
+    assert "is stopping: 1 is wanted for demo" in output
+    assert "worker-1 is starting: 1 is wanted for demo" in output
+    assert "starting it again" not in output

@@ -172,8 +172,8 @@ def test_logs_are_told_in_the_order_of_time(millrace: Millrace) -> None:
 async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
     async with httpx.AsyncClient(base_url=millrace.system.http, timeout=60.0) as http:
         streaming = asyncio.create_task(ask_sse(http, "Go on.", max_tokens=120))
-        said = await millrace.background("models", "add", "small", "--model", str(tiny))
-        assert "small is served, by 1 worker" in said
+        output = await millrace.background("models", "add", "small", "--model", str(tiny))
+        assert "small is served, by 1 worker" in output
         assert not streaming.done()
         for _ in range(20):  # whichever gateway it is
             async with httpx.AsyncClient(base_url=millrace.system.http) as other:
@@ -260,12 +260,12 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     before = asyncio.create_task(load.stream(60))
     await load.has("demo", alone=True)
     promote = ("models", "promote", "demo@v2", "--min-requests", "3", "--canary", "30")
-    said = await millrace.background(
+    output = await millrace.background(
         *promote,
         *("--model", str(ROOT / "registry" / "demo" / "model"), "--step", "40"),
         *("--interval", "1s", "--abort-if", "error_rate>0.5 or ttft_p99>60s"),
     )
-    assert said.splitlines()[-3:] == [
+    assert output.splitlines()[-3:] == [
         "demo@v2 answers 30 % of the requests for demo",
         "demo@v2 answers 70 % of the requests for demo",
         "demo@v2 answers for demo; demo may be retired",
@@ -278,8 +278,8 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     during = asyncio.create_task(load.stream(150))
     published = ("publish", "--model", "demo", "--prompt", "Go on.", "--max-tokens", "2")
     assert await millrace.background(*published)
-    said = await millrace.background("models", "rollback", "demo")
-    assert said == "aborted (by hand): demo answers for demo\n"
+    output = await millrace.background("models", "rollback", "demo")
+    assert output == "aborted (by hand): demo answers for demo\n"
     await load.has("demo", alone=True)
 
     # The rollout aborts by itself if the version does badly.
@@ -310,7 +310,7 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
 
 
 def test_an_impossible_change_disturbs_nothing(millrace: Millrace) -> None:
-    for arguments, says in (
+    for arguments, message in (
         (("add", "x", "--model", "/nowhere/at/all"), "does not exist"),
         (("add", "x", "--model", "/tmp"), "config.json"),
         (("add", "x y", "--model", "demo"), "text without spaces"),
@@ -326,7 +326,7 @@ def test_an_impossible_change_disturbs_nothing(millrace: Millrace) -> None:
         (("remove", "nope"), "there is no model 'nope'"),
         (("remove", "demo"), "demo is the only model"),
     ):
-        assert says in millrace.refusal("models", *arguments)
+        assert message in millrace.refusal("models", *arguments)
     assert [model["name"] for model in millrace.status()["models"]] == ["demo"]
     millrace.becomes_well()
 

@@ -312,12 +312,12 @@ async def test_a_second_publisher_gets_the_answer_too(
 ) -> None:
     """The same id with another reader, while it runs and after its end."""
     request_id = f"twice-{encoding}"
-    told: list[dict[str, Any]] = []
+    frames: list[dict[str, Any]] = []
     operator = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
 
     async def on_frame(message: Msg) -> None:
         decode = json.loads if encoding == "json" else msgspec.msgpack.decode
-        told.append(decode(message.data))
+        frames.append(decode(message.data))
 
     async def publish_again() -> None:
         job = {
@@ -339,11 +339,11 @@ async def test_a_second_publisher_gets_the_answer_too(
     for num_ends in (1, 2):
         await publish_again()
         await eventually(
-            lambda num_ends=num_ends: [one["type"] for one in told].count("done") == num_ends,
+            lambda num_ends=num_ends: [one["type"] for one in frames].count("done") == num_ends,
             WITHIN_S,
             "the second reader's end",
         )
-        token_ids = [one for frame in told for one in frame.get("token_ids", ())]
+        token_ids = [one for frame in frames for one in frame.get("token_ids", ())]
         assert token_ids == service.token_ids(request_id) * num_ends
     assert len(token_ids) == 200
     assert (await service.ended(request_id))["type"] == "done"

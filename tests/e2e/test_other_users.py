@@ -208,10 +208,10 @@ async def test_a_loss_of_nats_is_logged_without_its_password(system: System) -> 
     await eventually(
         lambda: "the NATS server is reachable again" in log.read_text(), timeout_s=60.0
     )
-    said = [line for line in log.read_text().splitlines() if "the NATS server is" in line]
-    assert any("***@127.0.0.1" in line for line in said)
+    lines = [line for line in log.read_text().splitlines() if "the NATS server is" in line]
+    assert any("***@127.0.0.1" in line for line in lines)
     secrets = secrets_of(system)
-    assert not [secret for secret in secrets for line in said if secret in line]
+    assert not [secret for secret in secrets for line in lines if secret in line]
     published = subprocess.run(
         [
             *(

@@ -131,16 +131,16 @@ async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: 
 
     async def ask(reply: str, **job: Any) -> list[str]:
         """The types of the frames, or the code of a failure, until the end."""
-        told = frames.setdefault(reply, [])
+        received = frames.setdefault(reply, [])
         subscription = await connection.subscribe(f"tok.{reply}.>")
         await connection.jetstream().publish(
             "jobs.demo.free", json.dumps(job | {"model": "demo", "reply": reply}).encode()
         )
-        while not {"done", "duplicate", "malformed_message"}.intersection(told):
+        while not {"done", "duplicate", "malformed_message"}.intersection(received):
             frame = json.loads((await subscription.next_msg(30.0)).data)
-            told.append(frame.get("code") or frame["type"])
+            received.append(frame.get("code") or frame["type"])
         await subscription.unsubscribe()
-        return told
+        return received
 
     request_id = f"json-{uuid.uuid4().hex[:8]}"
     question = {"prompt": "What is TTFT?", "sampling": {"max_tokens": 4}}

@@ -101,18 +101,18 @@ def _check_ends(system: System) -> None:
 
 def _check_record(asked: Asked, record: RequestRecord) -> None:
     job, num_tokens = asked.question.job, len(asked.question.token_ids)
-    told = f"{asked.request_id} is recorded as {record.status.value}"
+    claim = f"{asked.request_id} is recorded as {record.status.value}"
     match record.status:
         case Status.DONE:
-            assert record.completion_tokens == num_tokens, f"{told} with too few tokens"
+            assert record.completion_tokens == num_tokens, f"{claim} with too few tokens"
         case Status.CANCELLED:
-            assert asked.may_be_cancelled, told
+            assert asked.may_be_cancelled, claim
         case Status.EXPIRED:
-            assert job.deadline_ns is not None, told
+            assert job.deadline_ns is not None, claim
         case Status.SHED:
-            raise AssertionError(told)
+            raise AssertionError(claim)
         case Status.FAILED:
-            assert record.error_code, told
+            assert record.error_code, claim
     assert record.tenant == job.tenant, "a record of another tenant's"
 
 

@@ -51,15 +51,15 @@ def config(nats_config: NatsConfig, tmp_path: Path) -> Config:
 
 
 async def test_a_failed_scheduler_starts_again(failing: Failing, config: Config) -> None:
-    told: list[str] = []
+    models: list[str] = []
     bus = await nats.connect(config.nats, "test", part=Part.SCHEDULER)
-    await bus.control.subscribe_queue_status(lambda status: told.append(status.model))
+    await bus.control.subscribe_queue_status(lambda status: models.append(status.model))
     serving = asyncio.create_task(serve(config))
-    await eventually(lambda: bool(told))
+    await eventually(lambda: bool(models))
     failing.fail()
     await eventually(lambda: len(failing.lives) == 2)
-    told.clear()
-    await eventually(lambda: bool(told))
+    models.clear()
+    await eventually(lambda: bool(models))
     assert not serving.done()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

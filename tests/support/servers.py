@@ -251,7 +251,7 @@ def tls_redis_path() -> str | None:
 
 def _has_tls(program: str) -> bool:
     """Return whether the program has TLS: without it ``--tls-port`` is a bad directive."""
-    said = subprocess.run(
+    ran = subprocess.run(
         [program, "--port", "0", "--tls-port", "x"], capture_output=True, text=True, check=False
     )
-    return "Bad directive" not in said.stderr + said.stdout
+    return "Bad directive" not in ran.stderr + ran.stdout

@@ -64,7 +64,7 @@ async def test_a_running_process_tells_rows_and_its_own_state(
     service = await TelemetryService.open(config, SystemClock())
     alerts: dict[tuple[str, str], Alert] = {}
 
-    async def told() -> bool:
+    async def has_alerts() -> bool:
         query = TelemetryQuery(name="alerts", params={"target": 0.9})
         answer = await bus.control.query_telemetry(query, 5.0) or TelemetryAnswer(error="none")
         if answer.error:
@@ -82,7 +82,7 @@ async def test_a_running_process_tells_rows_and_its_own_state(
             request_record(7, done_ns=time.time_ns()), model_served="demo"
         )
         await bus.outbox.publish(record)
-        await eventually(told, 30.0, "alerts are told")
+        await eventually(has_alerts, 30.0, "alerts are told")
     finally:
         service.stop()
         await running

@@ -88,12 +88,12 @@ async def test_charts_are_read_with_the_pointer_and_the_keyboard(
     assert len(set(moments[:6])) == 1
     await shoot(page, "ops-hover")
     await page.locator("#traffic .plot").first.focus()
-    said = page.locator("#traffic .spoken").first
+    spoken = page.locator("#traffic .spoken").first
     await page.keyboard.press("Home")
-    await expect(said).to_contain_text("done")
-    first = await said.text_content()
+    await expect(spoken).to_contain_text("done")
+    first = await spoken.text_content()
     await page.keyboard.press("ArrowRight")
-    await expect(said).not_to_have_text(first or "")
+    await expect(spoken).not_to_have_text(first or "")
     assert complaints == []
 
 

@@ -179,7 +179,7 @@ async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: Op
     async def hold(route: Route) -> None:
         asked.append(route.request.url)
         await go_on.wait()
-        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+        with contextlib.suppress(PlaywrightError):  # the page has aborted the request
             await route.continue_()
 
     await page.route("**/api/**", hold)
@@ -204,7 +204,7 @@ async def test_a_request_that_was_clicked_does_not_wait_for_the_view(ops: OpsPag
     async def hold(route: Route) -> None:
         asked.append(urlsplit(route.request.url).path.rsplit("/", 1)[-1])
         await go_on.wait()
-        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+        with contextlib.suppress(PlaywrightError):  # the page has aborted the request
             await route.continue_()
 
     await page.route("**/api/**", hold)

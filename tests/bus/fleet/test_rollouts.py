@@ -65,9 +65,9 @@ async def test_one_of_several_concurrent_rollout_changes_is_made(store: RolloutS
     started = await store.start(CHAT)
     changes = [replace(started, percent=float(number)) for number in range(1, 9)]
     made = await asyncio.gather(*(store.change(started, one) for one in changes))
-    kept = [one for one in made if one is not None]
-    assert len(kept) == 1
-    assert await store.find("chat") == kept[0]
+    stored = [one for one in made if one is not None]
+    assert len(stored) == 1
+    assert await store.find("chat") == stored[0]
 
 
 async def test_a_change_needs_an_existing_rollout_and_a_former_version(store: RolloutStore) -> None:

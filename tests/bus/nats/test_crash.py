@@ -78,8 +78,8 @@ async def test_the_jobs_of_many_tenants_survive(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
-    told: list[TenantQueue] = []
-    await two.jobs.watch(told.append)
+    queues: list[TenantQueue] = []
+    await two.jobs.watch(queues.append)
     jobs = [
         Job(request_id=f"{tenant}-{number}", model="demo", tenant=f"t{tenant}", prompt="hi")
         for tenant in range(20)
@@ -87,7 +87,7 @@ async def test_the_jobs_of_many_tenants_survive(
     ]
     tenant_queues = list(dict.fromkeys(map(TenantQueue.of, jobs)))
     await asyncio.gather(*(one.jobs.publish(job) for job in jobs))
-    await eventually(lambda: len(told) == len(jobs))
+    await eventually(lambda: len(queues) == len(jobs))
     held = await asyncio.gather(
         *(two.jobs.pull(tenant_queue, 1, 0.0) for tenant_queue in tenant_queues)
     )
@@ -105,7 +105,7 @@ async def test_the_jobs_of_many_tenants_survive(
     )
     assert await two.jobs.tenant_queues() == {}
     await one.jobs.publish(Job(request_id="later", model="demo", prompt="hi"))
-    await eventually(lambda: told[-1] == TENANT_QUEUE)
+    await eventually(lambda: queues[-1] == TENANT_QUEUE)
 
 
 async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:

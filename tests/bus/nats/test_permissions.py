@@ -230,9 +230,9 @@ async def test_a_wrong_permission_says_so_at_once(
     bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
     job = Job(request_id="r1", model="demo", prompt="hi", tenant="acme")
     async with asyncio.timeout(5.0):
-        with pytest.raises(BusForbiddenError, match=r"publish to jobs\.demo\.free\.acme") as told:
+        with pytest.raises(BusForbiddenError, match=r"publish to jobs\.demo\.free\.acme") as raised:
             await bus.jobs.publish(job)
-        assert (told.value.code, told.value.retryable) == ("bus_forbidden", False)
+        assert (raised.value.code, raised.value.retryable) == ("bus_forbidden", False)
         with pytest.raises(BusForbiddenError, match=r"subscribe to ctl\.cancel"):
             await bus.control.subscribe_cancels(lambda _: None)
     for _ in range(3):

@@ -54,10 +54,10 @@ async def works(config: NatsConfig) -> None:
         await bus.close()
 
 
-async def refused(config: NatsConfig, kind: type[MillraceError], *said: str) -> None:
+async def refused(config: NatsConfig, kind: type[MillraceError], *messages: str) -> None:
     with pytest.raises(kind) as raised:
         await works(config)
-    for word in said:
+    for word in messages:
         assert word in raised.value.message, raised.value.message
     for secret in (config.password, config.token, config.nkey_seed):
         assert not secret or secret not in raised.value.message
@@ -154,7 +154,7 @@ async def test_tls_with_our_authority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda ca: ca.sign("old", expired=True), "has expired"),
         (lambda ca: ca.sign("elsewhere", ("nats.example",)), "for another name"),
@@ -162,12 +162,12 @@ async def test_tls_with_our_authority(tmp_path: Path) -> None:
     ids=["expired", "another host's"],
 )
 async def test_certificates_that_are_not_good(
-    tmp_path: Path, make: Callable[[Authority], Pair], said: str
+    tmp_path: Path, make: Callable[[Authority], Pair], message: str
 ) -> None:
     authority = Authority(tmp_path / "ca")
     with serving(tmp_path, tls_options(make(authority))) as server:
         config = NatsConfig(url=server.url, ca_file=str(authority.certificate))
-        await refused(config, UntrustedServerError, said)
+        await refused(config, UntrustedServerError, message)
 
 
 async def test_certificates_of_both_sides(tmp_path: Path) -> None:
@@ -290,11 +290,11 @@ def test_bad_key_and_certificate_files_are_named(tmp_path: Path) -> None:
         ({"url": "nats://a:b@one,nats://c:d@two"}, "different user data"),
         ({"nkey_seed": operator.seed}, "nats.nkey_seed"),
     ]
-    for fields, said in cases:
+    for fields, setting in cases:
         config = NatsConfig(**{name: str(value) for name, value in fields.items()})  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as raised:
             Connection(config, "test")
-        assert said in raised.value.message, raised.value.message
+        assert setting in raised.value.message, raised.value.message
         assert operator.seed not in raised.value.message
 
 

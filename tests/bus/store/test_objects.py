@@ -184,17 +184,17 @@ class TestWatchedResults:
     async def test_a_watcher_hears_of_its_tenants_stored_results(
         self, bus: Bus, broker: Broker
     ) -> None:
-        told: list[str] = []
-        watch = await bus.results.watch("acme corp", told.append)
+        request_ids: list[str] = []
+        watch = await bus.results.watch("acme corp", request_ids.append)
         other = await broker.connect("worker")
         for tenant, request_id in (("acme corp", "batch_1.2"), ("other", "r"), ("acme corp", "r9")):
             await other.results.store(
                 JobResult(request_id=request_id, tenant=tenant, model="m", status="done")
             )
-        await eventually(lambda: told == ["batch_1.2", "r9"])
+        await eventually(lambda: request_ids == ["batch_1.2", "r9"])
         await watch.close()
         await other.results.store(
             JobResult(request_id="late", tenant="acme corp", model="m", status="done")
         )
         await asyncio.sleep(0)
-        assert told == ["batch_1.2", "r9"]
+        assert request_ids == ["batch_1.2", "r9"]

@@ -184,7 +184,7 @@ async def test_metrics_say_which_store() -> None:
     registry = CollectorRegistry()
     registry.register(StoreMetrics((NATS, KAFKA), watch.troubles, lambda: watch.free))
     await watch.look()
-    told = render(registry).decode()
-    assert 'millrace_store_healthy{store="nats"} 0.0' in told
-    assert 'millrace_store_healthy{store="kafka"} 1.0' in told
-    assert 'millrace_store_free_bytes{store="clickhouse"} 5.24288e+08' in told
+    metrics = render(registry).decode()
+    assert 'millrace_store_healthy{store="nats"} 0.0' in metrics
+    assert 'millrace_store_healthy{store="kafka"} 1.0' in metrics
+    assert 'millrace_store_free_bytes{store="clickhouse"} 5.24288e+08' in metrics

@@ -106,9 +106,9 @@ def test_waiting_for_a_system_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr(store, "_WAIT_S", 0.1)
     assert main([*command, str(data)]) == 2
-    said = capsys.readouterr().err
-    assert f"the system on {data} did not answer within" in said
-    assert "millrace status" in said
+    error = capsys.readouterr().err
+    assert f"the system on {data} did not answer within" in error
+    assert "millrace status" in error
 
 
 def test_a_system_is_not_asked_at_the_address_of_another(

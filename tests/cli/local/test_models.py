@@ -67,9 +67,9 @@ def test_what_was_changed_is_remembered_exactly(tmp_path: Path, tiny: Path) -> N
 def test_what_is_run_at_the_next_start(tmp_path: Path, tiny: Path) -> None:
     gone = tmp_path / "gone"
     saved = SavedModels(added={"tiny": _added(tiny), "gone": _added(gone)}, removed=("demo",))
-    wanted, added, said = models_to_run(None, "demo", saved)
+    wanted, added, messages = models_to_run(None, "demo", saved)
     assert (wanted, list(added)) == ([], ["tiny"])
-    assert "the model gone, added earlier, is left out: " in said[0]
+    assert "the model gone, added earlier, is left out: " in messages[0]
     assert models_to_run(["demo"], "demo", saved)[0] == ["demo"]
     only_removed = SavedModels(removed=("demo",))
     assert models_to_run(None, "demo", only_removed)[0] == ["demo"]  # there is no other

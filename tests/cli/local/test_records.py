@@ -104,9 +104,9 @@ async def test_a_folder_that_telemetry_cannot_have_is_named(
     machine.is_up.touch()
     machine.start(replace(machine.telemetry(), before_start=lambda: make_private(folder)))
     await machine.records.wait(60.0)
-    [told] = machine.said
-    assert str(folder) in told
-    assert told.endswith("It is started again in 5 s.")
+    [message] = machine.said
+    assert str(folder) in message
+    assert message.endswith("It is started again in 5 s.")
     folder.unlink()
     await machine.clock.advance(5.0)
     await eventually(lambda: machine.said[1:] == ["Telemetry is ready."])
@@ -120,9 +120,9 @@ async def test_telemetry_that_cannot_start_says_why_and_is_tried_again(
     broken = f"import os; os.path.exists({str(mended)!r}) or exit('the store is broken')\n{_WAITS}"
     machine.start(machine.telemetry(broken))
     await machine.records.wait(60.0)
-    [told] = machine.said
-    assert "telemetry-1 ended with exit code 1 before it was ready: the store is broken" in told
-    assert told.endswith(
+    [message] = machine.said
+    assert "telemetry-1 ended with exit code 1 before it was ready: the store is broken" in message
+    assert message.endswith(
         "Requests are served meanwhile, and their records wait in NATS. It is started again in 5 s."
     )
     await machine.clock.advance(5.0)

@@ -61,7 +61,7 @@ def test_weights_are_quantized_when_they_are_loaded(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--gpu-memory-fraction", "1.5"), "gpu_memory_fraction must be above 0"),
         (("--kv-cache-dtype", "fp8"), "kernels of a GPU"),
@@ -80,8 +80,8 @@ def test_a_bad_option_is_told_in_a_sentence(
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
     options: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     code, _ = generate(tmp_path, checkpoint, [GREEDY], *options)
     assert code != 0
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_the_pid_line_names_this_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [
         (0.4, "0 s"),
         (59.0, "59 s"),
@@ -173,5 +173,5 @@ def test_the_pid_line_names_this_process(tmp_path: Path) -> None:
         (86_400.0, "1 d"),
     ],
 )
-def test_lengths_of_time(seconds: float, told: str) -> None:
-    assert lasting(seconds) == told
+def test_lengths_of_time(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text

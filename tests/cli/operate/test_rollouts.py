@@ -64,7 +64,7 @@ def test_a_life_of_a_rollout(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (
             ("promote", "tiny@v3"),
@@ -82,9 +82,9 @@ def test_a_life_of_a_rollout(models: Models) -> None:
     ],
 )
 def test_an_impossible_rollout_is_one_sentence(
-    models: Models, arguments: tuple[str, ...], says: str
+    models: Models, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, err = models.run(*arguments)
     assert code == 2
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1

@@ -303,7 +303,7 @@ def test_policies_side_by_side_with_a_page(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--policy", "random"], "--policy"),
         (["--policy", "fair+fifo"], "--policy"),
@@ -322,13 +322,13 @@ def test_policies_side_by_side_with_a_page(
     ],
 )
 def test_arguments_that_make_no_sense_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     trace = tmp_path / "t.jsonl"
     with trace.open("w") as file:
         write_trace([make_request(0.0)], file)
     assert main(["simulate", "--trace", str(trace), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_trace_is_written_as_it_is_read() -> None:

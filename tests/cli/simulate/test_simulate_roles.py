@@ -304,7 +304,7 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--workers prefill:0", "prefill:1,decode:2"),
         ("--workers prefill:1,serve:2", "roles of both, prefill, decode"),
@@ -318,25 +318,25 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_what_makes_no_sense_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     trace = str(_trace_file(tmp_path))
     assert main(["simulate", "--trace", trace, *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [("transfer: false", "--workers"), ("transfer: true, prefix_cache: false", "prefix_cache")],
 )
 def test_roles_take_blocks_that_can_be_pulled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, message: str
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"worker:\n  engine: {{{engine}}}\n")
     running = f"simulate --trace {_trace_file(tmp_path)} --config {config}"
     assert main([*running.split(), "--workers", "prefill:1,decode:1"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_says_how_often_roles_were_switched(

@@ -112,7 +112,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"guided_json": LOOP}, "nothing finite matches"),
         (
@@ -135,7 +135,7 @@ TOOLS = [
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bad_form_is_a_bad_request(
-    http: httpx.AsyncClient, fields: dict[str, Any], said: str, stream: bool
+    http: httpx.AsyncClient, fields: dict[str, Any], message: str, stream: bool
 ) -> None:
     response = await http.post(
         "/v1/chat/completions", json=chat_body(QUESTION, stream=stream, **fields)
@@ -148,5 +148,5 @@ async def test_a_bad_form_is_a_bad_request(
         error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["code"] in ("grammar_invalid", "invalid_parameter")
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["param"].startswith(next(iter(fields)))

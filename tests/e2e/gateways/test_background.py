@@ -89,10 +89,10 @@ async def test_a_background_answer_continues_when_parts_are_killed(
         followers = [_follow(client, response_id) for _ in range(2)]
         texts = await asyncio.wait_for(asyncio.gather(*followers), timeout=90.0)
         assert texts == [undisturbed.output_text] * 2
-        kept = await client.responses.retrieve(response_id)
-    assert (kept.status, kept.output_text) == ("incomplete", undisturbed.output_text)
-    assert kept.usage is not None
-    assert kept.usage.output_tokens == NUM_TOKENS
+        stored = await client.responses.retrieve(response_id)
+    assert (stored.status, stored.output_text) == ("incomplete", undisturbed.output_text)
+    assert stored.usage is not None
+    assert stored.usage.output_tokens == NUM_TOKENS
     query = (
         "SELECT count() AS num_rows, any(completion_tokens) AS completion_tokens "
         f"FROM requests FINAL WHERE request_id = '{response_id}'"

@@ -173,17 +173,17 @@ async def test_a_chat_job_gets_the_answer_of_a_chat_request(
     assert over_http.sampling.grammar == in_job.sampling.grammar
     assert over_http.prompt_token_ids == in_job.prompt_token_ids
     # The frames tell the same as the result.
-    told = texts_of(scribe.frames[result.request_id])
-    assert (told["content"], told["reasoning"]) == (result.text, result.reasoning)
-    assert [call["id"] for call in told["calls"]] == [call.id for call in result.tool_calls]
-    assert [(call["type"], call["name"], call["text"]) for call in told["calls"]] == [
+    texts = texts_of(scribe.frames[result.request_id])
+    assert (texts["content"], texts["reasoning"]) == (result.text, result.reasoning)
+    assert [call["id"] for call in texts["calls"]] == [call.id for call in result.tool_calls]
+    assert [(call["type"], call["name"], call["text"]) for call in texts["calls"]] == [
         (kind, called["name"], called.get("arguments", called.get("input")))
         for kind, called in _told_by(result)["calls"]
     ]
     done = scribe.frames[result.request_id][-1]
     assert isinstance(done, Done)
     assert done.finish_reason == result.finish_reason
-    assert told["num_tokens"] == done.num_tokens == len(result.token_ids)
+    assert texts["num_tokens"] == done.num_tokens == len(result.token_ids)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -399,9 +399,9 @@ async def test_a_worker_that_dies_in_mid_call(scribe: ScribeSystem, thinker: Ser
     scribe.script.hold_at = None
     result = await scribe.result(request_id)
     assert scribe.script.requests[-1].output_token_ids, "it began anew"
-    told = texts_of(scribe.frames[request_id])
-    assert (told["content"], told["reasoning"]) == ("Hm.", "Let me see.")
-    (call,) = told["calls"]
+    texts = texts_of(scribe.frames[request_id])
+    assert (texts["content"], texts["reasoning"]) == ("Hm.", "Let me see.")
+    (call,) = texts["calls"]
     assert (call["name"], call["text"]) == ("f", '{"a": "x"}')
     assert _told_by(result) == {
         "content": "Hm.",

@@ -38,10 +38,10 @@ async def test_thoughts_are_returned_if_requested(
     async with sdk.messages.stream(**ASKED, thinking=THINKING) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
-        thought, said = answer.content
+        thought, text = answer.content
         assert isinstance(thought, anthropic.types.ThinkingBlock)
-        assert isinstance(said, anthropic.types.TextBlock)
-        assert (thought.thinking, thought.signature, said.text) == ("Is it?", answer.id, "It is.")
+        assert isinstance(text, anthropic.types.TextBlock)
+        assert (thought.thinking, thought.signature, text.text) == ("Is it?", answer.id, "It is.")
     assert whole.usage.output_tokens_details is not None
     assert whole.usage.output_tokens_details.thinking_tokens == len(TEXT.partition("\n\n")[0])
     assert front.worker.jobs[0].sampling.max_reasoning_tokens == 1024
@@ -63,5 +63,5 @@ async def test_thoughts_are_not_returned_unless_requested(
     async with sdk.messages.stream(**ASKED, thinking=thinking) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
-        (said,) = answer.content
-        assert said.to_dict()["text"] == "It is."
+        (block,) = answer.content
+        assert block.to_dict()["text"] == "It is."

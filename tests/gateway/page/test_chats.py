@@ -97,8 +97,8 @@ async def test_another_browser_shows_the_tenants_chats(browser: Browser, keyed: 
         await ask(two, "other second")
 
         async def has_both() -> bool:
-            kept = await keyed.read("acme", f"/v1/chats/{chat_id}")
-            return "from one" in kept and "from two" in kept
+            stored = await keyed.read("acme", f"/v1/chats/{chat_id}")
+            return "from one" in stored and "from two" in stored
 
         await eventually(has_both)
         session = await keyed.read("acme", f"/v1/sessions/{chat_id}")

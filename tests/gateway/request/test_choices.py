@@ -112,8 +112,8 @@ async def test_the_end_token_has_no_log_probability(
     model.eos_token_ids = (2,)
     front.worker.script = lambda _job: ["h", "i", ""]
     is_chat = "chat" in route
-    said = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": "?"}
-    body = {"model": MODEL, "logprobs": True if is_chat else 1, "stream": stream, **said}
+    fields = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": "?"}
+    body = {"model": MODEL, "logprobs": True if is_chat else 1, "stream": stream, **fields}
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
         answers = await _answers(http, route, body)
         found = [answer["choices"][0]["logprobs"] for answer in answers]
@@ -123,8 +123,8 @@ async def test_the_end_token_has_no_log_probability(
         if not stream:
             assert answers[0]["usage"]["completion_tokens"] == 3
         ignored = await _answers(http, route, {**body, "ignore_eos": True, "stream": False})
-        kept = ignored[0]["choices"][0]["logprobs"]
-        assert len(kept["content" if is_chat else "tokens"]) == 3
+        logprobs = ignored[0]["choices"][0]["logprobs"]
+        assert len(logprobs["content" if is_chat else "tokens"]) == 3
 
 
 async def _answers(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> list[Any]:

@@ -77,8 +77,8 @@ async def test_the_field_at_fault_is_named(
     answer = await http.post(path, json=body)
     if answer.status_code == 200:
         lines = [one for one in answer.text.splitlines() if one.startswith("data: {")]
-        told = [json.loads(line.removeprefix("data: ")) for line in lines]
-        error = next(one.get("error", one) for one in told if _is_error(one))
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        error = next(one.get("error", one) for one in events if _is_error(one))
     else:
         assert answer.status_code == 400
         error = answer.json()["error"]

@@ -160,13 +160,15 @@ async def test_the_chosen_token_is_among_the_alternatives_everywhere(
         assert read[1]["bytes"] == [0xF0]
         assert [one["bytes"] for one in read[1]["top_logprobs"]] == [[0xF5], [0xF6], [0xF0]]
 
-    said: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]}
-    whole = await client.chat.completions.create(model=MODEL, logprobs=True, top_logprobs=2, **said)
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]}
+    whole = await client.chat.completions.create(
+        model=MODEL, logprobs=True, top_logprobs=2, **fields
+    )
     assert whole.choices[0].logprobs is not None
     check([one.model_dump() for one in whole.choices[0].logprobs.content or ()])
     streamed: list[Any] = []
     async for chunk in await client.chat.completions.create(
-        model=MODEL, logprobs=True, top_logprobs=2, stream=True, **said
+        model=MODEL, logprobs=True, top_logprobs=2, stream=True, **fields
     ):
         for one in chunk.choices:
             if one.logprobs is not None:
@@ -176,13 +178,13 @@ async def test_the_chosen_token_is_among_the_alternatives_everywhere(
         model=MODEL, input="?", top_logprobs=2, include=["message.output_text.logprobs"]
     )
     check(response.model_dump()["output"][0]["content"][0]["logprobs"])
-    none = await client.chat.completions.create(model=MODEL, logprobs=True, **said)
+    none = await client.chat.completions.create(model=MODEL, logprobs=True, **fields)
     assert none.choices[0].logprobs is not None
     assert (none.choices[0].logprobs.content or [])[0].top_logprobs == []
     url = front.url.replace("http", "ws") + "/v1/ws"
     async with websockets.connect(url, subprotocols=[Subprotocol("millrace.v1")]) as socket:
         asked = {"type": "generate", "id": "1", "model": MODEL, "logprobs": True, "top_logprobs": 2}
-        await socket.send(json.dumps({**asked, **said}))
+        await socket.send(json.dumps({**asked, **fields}))
         infos: list[Any] = []
         while True:
             message = json.loads(await socket.recv())

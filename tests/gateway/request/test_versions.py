@@ -173,10 +173,10 @@ async def test_a_socket_gets_a_version_and_is_told_which(fronts: Fronts) -> None
     asked = {"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 3, "model": OLD}
     async with connect(fronts.running.ws_url) as socket:
         await socket.send(json.dumps(asked))
-        told = json.loads(await socket.recv())
-        while told["type"] != "accepted":
-            told = json.loads(await socket.recv())
-    assert (told["model"], told["route_reason"]) == (NEW, "version")
+        message = json.loads(await socket.recv())
+        while message["type"] != "accepted":
+            message = json.loads(await socket.recv())
+    assert (message["model"], message["route_reason"]) == (NEW, "version")
 
 
 async def test_a_route_leads_to_a_version(fronts: Fronts, http: httpx.AsyncClient) -> None:

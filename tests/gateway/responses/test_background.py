@@ -96,8 +96,8 @@ async def test_a_background_answer_is_followed_by_cursor_at_any_gateway(
         for front_client in (client, other):
             for after in range(-1, int(whole[-1]["sequence_number"]) + 1):
                 events = await _followed(front_client, response_id, after)
-                told = [one for one in whole if one["sequence_number"] > after]
-                assert _text(events) == _text(told) or _text(told).endswith(_text(events))
+                rest = [one for one in whole if one["sequence_number"] > after]
+                assert _text(events) == _text(rest) or _text(rest).endswith(_text(events))
                 assert all(one["sequence_number"] > after for one in events)
                 seen = "".join(
                     one["delta"]
@@ -245,9 +245,9 @@ async def test_bad_requests_are_named(front: RunningGateway, client: openai.Asyn
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model=MODEL, input="x", background=True, store=False)
     assert caught.value.param == "store"
-    kept = await client.responses.create(model=MODEL, input="x")
+    response = await client.responses.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.cancel(kept.id)
+        await client.responses.cancel(response.id)
     assert caught.value.code == "not_in_background"
     for call in (client.responses.cancel, client.responses.retrieve):
         with pytest.raises(openai.NotFoundError):
@@ -258,7 +258,7 @@ async def test_bad_requests_are_named(front: RunningGateway, client: openai.Asyn
             ("starting_after=1", "starting_after"),
             ("stream=true&starting_after=x", "starting_after"),
         ):
-            answer = await http.get(f"/v1/responses/{kept.id}?{query}")
+            answer = await http.get(f"/v1/responses/{response.id}?{query}")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         body = {"model": MODEL, "input": "x", "background": True}
         answer = await http.post("/v1/responses", json=body, headers={"last-event-id": "resp-1/0"})

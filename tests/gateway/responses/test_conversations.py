@@ -252,11 +252,11 @@ async def test_turns_at_the_same_time_are_added_whole(client: openai.AsyncOpenAI
             for i in range(8)
         )
     )
-    told = await texts(client, made.id)
-    assert sorted(told[::2]) == [f"no {i}" for i in range(8)]
+    turns = await texts(client, made.id)
+    assert sorted(turns[::2]) == [f"no {i}" for i in range(8)]
     assert all(
         answer.endswith(f"user:{asked}")
-        for asked, answer in zip(told[::2], told[1::2], strict=True)
+        for asked, answer in zip(turns[::2], turns[1::2], strict=True)
     )
 
 

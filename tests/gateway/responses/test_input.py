@@ -101,7 +101,7 @@ def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
 
 def test_refusals_and_turns_without_text() -> None:
     refusal = {"type": "refusal", "refusal": "I can't."}
-    said = messages_from(
+    messages = messages_from(
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": [refusal]},
@@ -110,7 +110,7 @@ def test_refusals_and_turns_without_text() -> None:
             {"type": "function_call_output", "call_id": "c", "output": None},
         ]
     )
-    assert [(one["role"], one["content"]) for one in said] == [
+    assert [(one["role"], one["content"]) for one in messages] == [
         ("user", "hi"),
         ("assistant", "I can't."),
         ("assistant", ""),

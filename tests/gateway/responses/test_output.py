@@ -109,8 +109,10 @@ def _told(parts: Sequence[Part], last_id: str = "") -> list[tuple[str, dict[str,
     """Return the ids and events for a client that has all events up to ``last_id``."""
     renderer = renderer_of()
     response: Any = SimpleNamespace(choices=[SimpleNamespace(had=[])], request_id="r")
-    told = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
-    stream = told.first(renderer.first()) + told.parts(list(parts)) + told.last(renderer.last())
+    events = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
+    stream = (
+        events.first(renderer.first()) + events.parts(list(parts)) + events.last(renderer.last())
+    )
     blocks = [block.split(b"\n") for block in stream.split(b"\n\n")[:-1]]
     return [(block[0][4:].decode(), json.loads(block[2][6:])) for block in blocks]
 

@@ -67,8 +67,8 @@ async def test_a_search_whose_gateway_died_goes_on_at_another(pair: Pair) -> Non
         await send(socket, "resume", id="b", **wanted)
         await until(socket, "accepted")
         pair.worker.gate.set()
-        told = await until(socket, "done")
-    deltas = [(one["choice"], one["text"]) for one in told if one["type"] == "delta"]
+        messages = await until(socket, "done")
+    deltas = [(one["choice"], one["text"]) for one in messages if one["type"] == "delta"]
     assert deltas == [(1, TEXT + "!"), (2, TEXT + "!!")]
-    assert told[-1]["usage"]["completion_tokens"] == 3 * len(TEXT) + 3
+    assert messages[-1]["usage"]["completion_tokens"] == 3 * len(TEXT) + 3
     await eventually(lambda: len(pair.second.gateway.streams) == 0)

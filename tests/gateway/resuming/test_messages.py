@@ -53,12 +53,12 @@ class Read:
 async def test_a_messages_stream_continues_in_its_last_block(
     pair: Pair, num_read: int, with_call: bool
 ) -> None:
-    said = "I shall look at it now, and then say more."
+    text = "I shall look at it now, and then say more."
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 200,
         "stream": True,
-        "messages": [{"role": "user", "content": f"{said}\n{CALL}" if with_call else said}],
+        "messages": [{"role": "user", "content": f"{text}\n{CALL}" if with_call else text}],
     } | ({"tools": TOOLS} if with_call else {})
     dripping = await slow(pair.worker)
     read = Read()
@@ -81,7 +81,7 @@ async def test_a_messages_stream_continues_in_its_last_block(
         async for line in response.aiter_lines():
             read.take(line)
     texts = ["".join(pieces) for pieces in read.blocks.values()]
-    assert texts[0] == said
+    assert texts[0] == text
     assert read.kinds.count("message_start") == 1
     assert read.kinds.count("content_block_stop") == len(texts)
     assert read.stop_reason == ("tool_use" if with_call else "end_turn")

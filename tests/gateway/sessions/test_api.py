@@ -67,8 +67,8 @@ async def test_a_cut_call_is_not_kept(
     tool = {"type": "function", "function": {"name": "f"}}
     answer = (await request(http, "q1", tools=[tool], stop="}")).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
-    kept = (await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]
-    assert [(one["role"], one["content"], one.get("tool_calls")) for one in kept] == [
+    messages = (await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]
+    assert [(one["role"], one["content"], one.get("tool_calls")) for one in messages] == [
         ("user", "q1", None),
         ("assistant", "Hm.", None),
     ]

@@ -96,12 +96,12 @@ def test_the_newest_turns_that_fit_are_kept(
         assert result.num_prompt_tokens <= room.wanted_prompt_tokens
     assert result.num_prompt_tokens == len(encode(result.messages))
 
-    said = [message for message in result.messages if message.role != "system"]
+    turns = [message for message in result.messages if message.role != "system"]
     all_said = [message for message in (*history, *turn) if message.role != "system"]
-    assert said == all_said[len(all_said) - len(said) :], "the newest stay, in order"
-    assert result.num_dropped == len(all_said) - len(said)
-    assert said[-1] == turn[-1]
-    assert said[0].role == "user", "turns are left out whole"
+    assert turns == all_said[len(all_said) - len(turns) :], "the newest stay, in order"
+    assert result.num_dropped == len(all_said) - len(turns)
+    assert turns[-1] == turn[-1]
+    assert turns[0].role == "user", "turns are left out whole"
     in_prompt = "\n\n".join(message.content for message in result.messages)
     assert all(message.content in in_prompt for message in systems)
     assert result.with_summary == bool(summary and summary in result.messages[0].content)

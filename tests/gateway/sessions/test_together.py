@@ -127,7 +127,7 @@ async def test_any_order_of_requests(
     """
     await redis.flushall()
     fronts = [make(), make()]
-    kept: list[str] = []
+    expected: list[str] = []
     changes = 0
     running: dict[int, tuple[str, int, int | None]] = {}
     try:
@@ -136,25 +136,25 @@ async def test_any_order_of_requests(
             if step == "begin":
                 name = f"r{number}"
                 fitted = await front.begin(user(name), request_id=name, keep=keep)
-                assert [one.content for one in fitted.messages] == [*kept[:keep], name]
+                assert [one.content for one in fitted.messages] == [*expected[:keep], name]
                 running[tab] = (name, changes, keep)
             elif step == "commit" and tab in running:
                 name, base, keep = running[tab]
                 await front.commit(assistant("ok"), request_id=name)
                 if base >= 0:
-                    kept = [*(kept[:keep] if base == changes else kept), name, "ok"]
+                    expected = [*(expected[:keep] if base == changes else expected), name, "ok"]
                     changes += 1
                 running[tab] = (name, -1, keep)
             elif step == "delete":
-                if kept:
+                if expected:
                     await front.sessions.delete("local", SESSION)
                 else:
                     with pytest.raises(SessionNotFoundError):
                         await front.sessions.delete("local", SESSION)
-                kept, changes = [], changes + 1
+                expected, changes = [], changes + 1
                 running = {tab: (name, -1, keep) for tab, (name, _, keep) in running.items()}
-            if kept:
-                assert await front.texts() == kept
+            if expected:
+                assert await front.texts() == expected
     finally:
         for front in fronts:
             await front.close()

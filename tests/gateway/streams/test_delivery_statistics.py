@@ -189,15 +189,15 @@ async def test_a_wall_clock_that_is_behind_makes_no_negative_times() -> None:
 
 async def test_what_is_kept_is_bounded_in_time_and_number() -> None:
     clock = ManualClock()
-    kept = DeliveryHistory(clock, keep_s=10.0)
-    kept.keep("r", {"r": DeliveryStatistics(received_ns=1)})
-    kept.keep("r", {"r-r1": DeliveryStatistics(received_ns=2)})
-    assert set(kept.of("r")) == {"r", "r-r1"}
+    history = DeliveryHistory(clock, keep_s=10.0)
+    history.keep("r", {"r": DeliveryStatistics(received_ns=1)})
+    history.keep("r", {"r-r1": DeliveryStatistics(received_ns=2)})
+    assert set(history.of("r")) == {"r", "r-r1"}
     await clock.advance(10.5)
-    assert kept.of("r") == {}
+    assert history.of("r") == {}
     for number in range(5_000):
-        kept.keep(f"q{number}", {"": DeliveryStatistics(received_ns=1)})
-    assert len(kept) <= 4_096
-    kept.forget("q4999")
-    assert kept.of("q4999") == {}
-    assert kept.of("q4998")
+        history.keep(f"q{number}", {"": DeliveryStatistics(received_ns=1)})
+    assert len(history) <= 4_096
+    history.forget("q4999")
+    assert history.of("q4999") == {}
+    assert history.of("q4998")

@@ -91,7 +91,7 @@ async def test_a_socket_of_a_revoked_key_ends_at_every_gateway(
         socket(other, good_token) as good,
     ):
         running = {await generate(one), await generate(two)}
-        kept = await generate(good)
+        request_id = await generate(good)
         await store.revoke(record.key_id, 1)
         for connection in (one, two):
             ended = await until(connection, "error")
@@ -105,7 +105,7 @@ async def test_a_socket_of_a_revoked_key_ends_at_every_gateway(
         await eventually(lambda: set(front.worker.cancelled) == running, _WAIT_S)
         await good.send('{"type": "ping"}')
         await until(good, "pong")
-        assert kept not in front.worker.cancelled
+        assert request_id not in front.worker.cancelled
 
 
 async def test_a_socket_that_reads_nothing_is_closed_too(

@@ -62,7 +62,7 @@ async def seen(
 
 
 @pytest.mark.parametrize(
-    ("peer", "said", "client"),
+    ("peer", "forwarded", "client"),
     [
         ("127.0.0.1", "203.0.113.7", "203.0.113.7"),
         ("10.1.2.3", "203.0.113.7:55123", "203.0.113.7"),
@@ -79,12 +79,12 @@ async def seen(
     ],
 )
 async def test_the_address_is_the_last_that_a_trusted_proxy_saw(
-    peer: str, said: str, client: str
+    peer: str, forwarded: str, client: str
 ) -> None:
-    scope = await seen(_TRUSTING, peer, ("X-Forwarded-For", said))
+    scope = await seen(_TRUSTING, peer, ("X-Forwarded-For", forwarded))
     assert scope["client"][0] == client
     assert is_forwarded(scope)
-    split = [("X-Forwarded-For", part) for part in said.split(", ")]
+    split = [("X-Forwarded-For", part) for part in forwarded.split(", ")]
     assert (await seen(_TRUSTING, peer, *split))["client"][0] == client
 
 
@@ -133,8 +133,8 @@ async def test_a_proxy_on_this_machine_lets_nobody_in_without_a_key(redis: Redis
         # The page's own key still opens the page's own socket.
         async with _socket(front, from_afar) as socket:
             await socket.send(json.dumps({"type": "generate", "id": "g", "model": "echo"}))
-            said = json.loads(await socket.recv())
-            assert (said["type"], said["code"]) == ("error", "invalid_api_key")
+            message = json.loads(await socket.recv())
+            assert (message["type"], message["code"]) == ("error", "invalid_api_key")
         async with _socket(front, from_afar) as socket:
             await socket.send(json.dumps({"type": "authenticate", "token": "anything"}))
             assert json.loads(await socket.recv())["code"] == "invalid_api_key"

@@ -95,8 +95,8 @@ async def test_what_waits_for_its_tenant_is_told_where_it_stands(two_at_once: Wo
     await world.until(lambda: num_running(worker, "acme") == 2)
     await world.pass_s(1.0)
     await world.pass_s(1.0)
-    told = [one for one in world.frames if isinstance(one[1], Queued)]
-    assert told == [("acme-2", Queued(position=0))], "the wait is unknown"
+    positions = [one for one in world.frames if isinstance(one[1], Queued)]
+    assert positions == [("acme-2", Queued(position=0))], "the wait is unknown"
 
 
 async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: World) -> None:

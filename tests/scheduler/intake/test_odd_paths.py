@@ -118,8 +118,8 @@ async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would
     for number in range(1_000):
         await world.client.jobs.publish(job(f"r{number}", reply=""), reserved=True)
     await world.until(lambda: world.num_stored < 330)
-    told = [status.num_queued for status in world.statuses]
-    assert any(400 < num_queued < 900 for num_queued in told), "the gateways are told meanwhile"
+    counts = [status.num_queued for status in world.statuses]
+    assert any(400 < num_queued < 900 for num_queued in counts), "the gateways are told meanwhile"
     await world.pass_s(2.0)
     assert world.num_stored >= 300 - 300 // 16 - 64
     await world.close()

@@ -134,15 +134,15 @@ async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench
 async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=3, concurrent_requests=2)
     admission = door_of(bench)
-    told: list[tuple[str, int | None, bool]] = []
+    remaining: list[tuple[str, int | None, bool]] = []
 
     def learn(tenant: str, places: Places) -> None:
-        told.append((tenant, *places))
+        remaining.append((tenant, *places))
 
     jobs = [scheduled_job("acme") for _ in range(3)]
     for job in (*jobs, scheduled_job("local")):
         await admission.admit(job, learn)
-    assert told == [
+    assert remaining == [
         ("acme", 1, True),
         ("acme", 0, True),
         ("acme", 0, False),

@@ -133,20 +133,20 @@ def test_a_run_that_goes_on_under_another_epoch_is_one_life() -> None:
     attempts.add_sent("a", 20, is_accepted=True)
     assert attempts.earlier("a") == ()
     attempts.add_report(_told(2, 50), "a", 30)
-    told = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
-    assert attempts.earlier("b") == attempts.earlier("a") == (told,)
+    reported = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
+    assert attempts.earlier("b") == attempts.earlier("a") == (reported,)
 
 
 def test_what_attempts_pulled_is_kept_and_added_up() -> None:
     attempts = AttemptHistory()
     for epoch in range(1, MAX_ATTEMPTS_KEPT + 2):
-        told = replace(_told(epoch, 50), pulled_tokens=32, kv_source=f"w-{epoch}")
-        attempts.add_report(told, "a", 30)
-    kept = attempts.earlier()
-    assert [one.pulled_tokens for one in kept] == [64] + [32] * (MAX_ATTEMPTS_KEPT - 1)
-    assert kept[0].kv_source == "w-2"
-    assert sum_pulled(kept) == (32 * (MAX_ATTEMPTS_KEPT + 1), f"w-{MAX_ATTEMPTS_KEPT + 1}")
-    assert sum_pulled((*kept, Attempt(epoch=99, worker_id="b")))[1] == kept[-1].kv_source
+        report = replace(_told(epoch, 50), pulled_tokens=32, kv_source=f"w-{epoch}")
+        attempts.add_report(report, "a", 30)
+    earlier = attempts.earlier()
+    assert [one.pulled_tokens for one in earlier] == [64] + [32] * (MAX_ATTEMPTS_KEPT - 1)
+    assert earlier[0].kv_source == "w-2"
+    assert sum_pulled(earlier) == (32 * (MAX_ATTEMPTS_KEPT + 1), f"w-{MAX_ATTEMPTS_KEPT + 1}")
+    assert sum_pulled((*earlier, Attempt(epoch=99, worker_id="b")))[1] == earlier[-1].kv_source
     assert sum_pulled(()) == (0, "")
 
 
@@ -167,10 +167,10 @@ def test_attempts_are_bounded_without_losing_device_time() -> None:
     attempts = AttemptHistory()
     for number in range(1, 3 * MAX_ATTEMPTS_KEPT):
         attempts.add_report(_told(number, number), f"w{number}", number)
-    kept = attempts.earlier()
-    assert len(kept) == MAX_ATTEMPTS_KEPT
-    assert sum(life.device_us for life in kept) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
-    assert (kept[0].epoch, kept[0].ended_ns) == (1, kept[1].epoch - 1)
+    earlier = attempts.earlier()
+    assert len(earlier) == MAX_ATTEMPTS_KEPT
+    assert sum(life.device_us for life in earlier) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
+    assert (earlier[0].epoch, earlier[0].ended_ns) == (1, earlier[1].epoch - 1)
 
 
 async def test_a_request_that_no_worker_began_has_its_model_s_currency(

@@ -192,14 +192,14 @@ def test_a_worker_with_larger_batches_does_not_look_faster() -> None:
     """The two workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
     equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
 
-    def told(name: str, batch: int) -> WorkerStatus:
+    def heartbeat(name: str, batch: int) -> WorkerStatus:
         measured = {"num_running": batch, "decode_step_ms": 18 + 0.1 * batch}
         return status(name, **equal | measured)
 
-    busy, idle = (WorkerView(told(name, 1), 0.0) for name in ("a-1", "b-1"))
+    busy, idle = (WorkerView(heartbeat(name, 1), 0.0) for name in ("a-1", "b-1"))
     for number, batch in enumerate((10, 20, 30, 40), start=1):
-        busy.observe(told("a-1", batch), float(number))
-        idle.observe(told("b-1", 1), float(number))
+        busy.observe(heartbeat("a-1", batch), float(number))
+        idle.observe(heartbeat("b-1", 1), float(number))
     assert busy.num_held == 40
     assert chosen([busy, idle]) == "b-1"
 

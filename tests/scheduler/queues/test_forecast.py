@@ -133,19 +133,19 @@ async def busy_worker(world: World, model: str = "m", tenant: str = "busy") -> S
 
 
 def last_status(world: World, model: str = "m") -> QueueStatus:
-    return [told for told in world.statuses if told.model == model][-1]
+    return [status for status in world.statuses if status.model == model][-1]
 
 
 async def test_a_tenant_with_a_backlog_is_told_what_it_means_for_its_next_job(
     world: World,
 ) -> None:
     await busy_worker(world)
-    told = last_status(world)
+    status = last_status(world)
     here = [one for one in world.frames if isinstance(one[1], Queued)]
     assert len(here) <= 4, "the others are in the queue"
-    assert told.tenant_ttft_ms[Tier.FREE]["busy"] == pytest.approx(80_000, rel=0.3)
-    assert told.ttft_ms_of(Tier.FREE, "busy") == told.tenant_ttft_ms[Tier.FREE]["busy"]
-    other_ms = told.ttft_ms_of(Tier.FREE, "other")
+    assert status.tenant_ttft_ms[Tier.FREE]["busy"] == pytest.approx(80_000, rel=0.3)
+    assert status.ttft_ms_of(Tier.FREE, "busy") == status.tenant_ttft_ms[Tier.FREE]["busy"]
+    other_ms = status.ttft_ms_of(Tier.FREE, "other")
     assert other_ms is not None
     assert other_ms < 8_000
 

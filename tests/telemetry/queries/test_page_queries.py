@@ -277,7 +277,7 @@ async def test_recent_requests_by_status_and_id(filled: Store) -> None:
 async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     rows = await ask(filled, "request_timeline", id="moved")
     begun_us = (BEGIN_S + 128) * 1_000_000
-    told = [
+    timeline = [
         (
             row["event"],
             round(1e6 * unix_s(row["at"])) - begun_us,
@@ -287,7 +287,7 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
         )
         for row in rows
     ]
-    assert told == [
+    assert timeline == [
         ("received", 0, 0, "", 0),
         ("started", 30_000, 64, "w-0", 0),
         ("interrupted", 60_000, 64, "w-0", 30_000),

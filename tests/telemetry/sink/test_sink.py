@@ -123,10 +123,10 @@ def test_the_rest_after_a_sparse_batch_follows_its_duration() -> None:
 async def test_who_is_told_of_the_minutes_that_changed(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def on_stored(done_ns: Iterable[int]) -> None:
-        told.extend(done_ns)
+        reported.extend(done_ns)
 
     bus = MemoryBus(MemoryBroker())
     sink = Sink(
@@ -143,10 +143,10 @@ async def test_who_is_told_of_the_minutes_that_changed(
             await bus.outbox.publish(request_record(number, done_ns=NOW_NS + number))
             await bus.outbox.publish(delivery_record(number))
         await reached(service, 20)
-        await eventually(lambda: len(told) >= 10)
+        await eventually(lambda: len(reported) >= 10)
         sink.stop()
         await task
-    assert sorted(told) == [NOW_NS + number for number in range(10)]
+    assert sorted(reported) == [NOW_NS + number for number in range(10)]
 
 
 async def test_a_transcript_that_is_no_row_leaves_no_word_outside_its_topic(
