@@ -46,7 +46,7 @@ class TestPublish:
 
     @pytest.mark.parametrize("source", [Source.HTTP, Source.WEBSOCKET, Source.BENCH])
     async def test_only_a_gateway_s_job_came_over_http(self, bus: Bus, source: Source) -> None:
-        """A service may copy the field from what it was asked itself."""
+        """A service may copy the field from a request that it received over HTTP."""
         sent = [job(number, source=source) for number in (1, 2)]
         await bus.jobs.publish(sent[0])
         await bus.jobs.publish(sent[1], reserved=True)

@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: found after the grace, and never while it may live."""
+"""Requests without a gateway: found after the grace, and never while it may live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = Job(request_id="r1", model="m", prompt_token_ids=(1,), reply="gw-1", sourc
 
 
 class Fleet:
-    """A watch over ``jobs``, and gateways that hold what the test says."""
+    """Orphan watch over ``jobs``, and gateways with the held requests of a test."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.clock = ManualClock()
@@ -39,7 +39,7 @@ class Fleet:
         return await control.serve_resume_points(reply, lambda _: None, set(held).__contains__)
 
     async def pass_s(self, seconds: float) -> None:
-        """Let time go on, a tenth of a second after the other."""
+        """Advance the clock in steps of a tenth of a second."""
         for _ in range(round(seconds * 10)):
             await self.clock.advance(0.1)
 

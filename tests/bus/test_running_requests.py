@@ -1,4 +1,4 @@
-"""The index of who runs what, on a real redis-server and without one."""
+"""Index of running requests and their workers, on a real redis-server and without one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
 
 
 async def test_an_id_that_runs_without_a_claim(index: RunningRequestIndex) -> None:
-    """A gateway's, which claims none; or a service's whose claim was lost, delivered again."""
+    """The id is a gateway's, which claims none, or a service's whose claim was lost."""
     mine = JobClaim(sequence=7, digest="d", reply="a", tenant="a")
     await index.start("r1", "w1", 65)
     assert await index.claim("r1", mine, is_new=True) == JobClaim(sequence=0)

@@ -41,7 +41,7 @@ def _good(action: argparse.Action) -> str:
 
 
 def _given(parser: argparse.ArgumentParser, bad: argparse.Action, value: str) -> list[str]:
-    """A command line that has the value for one argument, and what else it takes."""
+    """Return a command line with the value for one argument and the command's required ones."""
     options, places = [], []
     excluded = {
         id(other)

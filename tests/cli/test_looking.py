@@ -48,7 +48,7 @@ async def connected(url: str, part: Part, **settings: Any) -> AsyncIterator[Bus]
 
 
 class Observer:
-    """Sees what is on a server, and every request to JetStream's API."""
+    """Observer of a server's streams and of every request to JetStream's API."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""``millrace publish`` and ``result`` on a real bus, with a worker that says what it is told."""
+"""``millrace publish`` and ``result`` on a real bus, with a scripted worker."""
 
 from __future__ import annotations
 

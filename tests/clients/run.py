@@ -66,7 +66,7 @@ class Client:
 
 
 class FailedError(Exception):
-    """A client could not be installed, or did not say what it should."""
+    """A client could not be installed, or its output was wrong."""
 
 
 def _guidellm(run: Run) -> Sequence[str]:

@@ -45,7 +45,7 @@ _AIDER = {
 
 @dataclass
 class Room:
-    """A home folder, a folder to work in, and what ``section`` of the page puts there."""
+    """Home folder and working folder, with the files of the page's ``section``."""
 
     home: Path
     work: Path
@@ -53,8 +53,7 @@ class Room:
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], *programs: Path, **environment: str) -> str:
-        """Return what a client says until it ends; after a while it is killed, with all that it
-        started."""
+        """Return a client's output when it ends; after a limit it is killed with its children."""
         path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
         variables = {"HOME": str(self.home), "PATH": path, **self.environment, **environment}
         return _run(command, self.work, variables)

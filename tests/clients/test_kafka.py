@@ -41,7 +41,7 @@ _KCAT = ("kcat", "librdkafka1", "libyajl2")
 
 
 class Read(NamedTuple):
-    """A system, the ids of its first requests and of those behind the time ``since_ms``."""
+    """System with the ids of its early requests and of the requests after ``since_ms``."""
 
     system: System
     early: set[str]
@@ -199,7 +199,7 @@ def test_a_record_says_what_the_row_says(read: Read) -> None:
 
 
 def lines_of(command: Sequence[str], count: int) -> list[str]:
-    """The first lines of a program that goes on."""
+    """Return the first lines of a program that does not end by itself."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Clients that lose their gateway and go on with their answers at another, as the documents say."""
+"""Clients that continue their answers at another gateway, as the documents describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace up --autoscale``: workers come with a load, and streams go on when they go."""
+"""``millrace up --autoscale``: workers follow the load, and streams survive their removal."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Streams:
                     assert name in self.cancelled, message
 
     async def eventually_have(self, counts: dict[str, int]) -> None:
-        """Wait for so many tokens of these; raises what went wrong with any stream."""
+        """Wait until each of these streams has so many tokens. Raises a stream's error."""
 
         def enough() -> bool:
             if self._reading.done():

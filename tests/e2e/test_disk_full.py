@@ -42,7 +42,7 @@ def small_system(disk: SmallDisk) -> Iterator[System]:
 
 
 async def _keep_full(disk: SmallDisk, stopped: asyncio.Event) -> None:
-    """Also what stores give back meanwhile is taken."""
+    """Keep the disk full, including space that stores free meanwhile."""
     while not stopped.is_set():
         await asyncio.to_thread(disk.fill)
         await asyncio.sleep(0.01)

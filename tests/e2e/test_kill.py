@@ -1,4 +1,4 @@
-"""kill -9 under load: every stream goes on and every request leaves one record."""
+"""Kills of parts under load: every stream continues and every request leaves one record."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _num_replacements(log: Path) -> int:
 async def test_all_streams_go_on_when_the_engine_is_killed(
     system: System, http: httpx.AsyncClient, undisturbed: list[Answer], num_kills: int
 ) -> None:
-    """The worker lives, starts another engine and goes on in it: more than once."""
+    """The worker lives and continues all streams in another engine, more than once."""
     worker_pid, log = system.pid("worker-1"), system.data / "logs" / "worker-1.log"
     num_replaced = _num_replacements(log)
     tasks = await _start_streams(system, http)

@@ -1,5 +1,4 @@
-"""``millrace status``, ``down``, ``logs`` and ``models`` on a system that runs: by the commands,
-and by what its clients see."""
+"""``millrace status``, ``down``, ``logs`` and ``models`` on a running system."""
 
 from __future__ import annotations
 
@@ -215,7 +214,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._run()) for _ in range(num_clients)]
 
     async def stream(self, num_tokens: int) -> str:
-        """The version that answered, with as many tokens as were asked for."""
+        """Return the version that answered, with the requested number of tokens."""
         stream = await self._client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": "Go on."}],

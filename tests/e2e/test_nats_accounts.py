@@ -57,7 +57,7 @@ async def redis(system: GuardedSystem) -> AsyncIterator[RedisLink]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def limits(redis: RedisLink) -> Callable[..., Awaitable[None]]:
-    """Give the tenant limits, and forget what it has used."""
+    """Set limits of the tenant and reset its usage."""
 
     async def give(**limits: Any) -> None:
         for name in ("lim", "run", "hold"):

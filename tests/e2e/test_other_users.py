@@ -82,7 +82,7 @@ def is_open_to_others(path: Path) -> bool:
 
 
 def as_nobody() -> None:
-    """Be a user who owns nothing, where there is a way to."""
+    """Run as a user without files, where that is possible."""
     if os.getuid() == 0:
         nobody = pwd.getpwnam("nobody")
         os.setgroups([])
@@ -138,8 +138,10 @@ def test_servers_listen_on_loopback_only(system: System) -> None:
 
 @pytest.fixture
 def way_in(system: System) -> Iterator[Path]:
-    """A file beside those of the system that everybody may read, in folders that everybody may
-    enter: what keeps others out is what the system itself closed."""
+    """Write a file that everybody may read beside the system's, in folders open to everybody.
+
+    Only the system's own permissions keep other users out.
+    """
     usual = {
         folder: stat.S_IMODE(folder.stat().st_mode)
         for folder in (system.data, *system.data.parents)
@@ -194,7 +196,7 @@ def test_a_user_who_may_read_the_files_connects(system: System) -> None:
 
 
 async def test_the_stand_in_for_kafka_has_no_passwords(system: System) -> None:
-    """Not as it should be, but as it is said."""
+    """The missing passwords are a limitation, which the command states."""
     client = AIOKafkaAdminClient(bootstrap_servers=system.endpoints["kafka"])
     await client.start()
     assert subjects.REQUESTS_TOPIC in await client.list_topics()

@@ -125,7 +125,7 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
 
 
 async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: System) -> None:
-    """No headers, an id that comes again, and what is no job: with nats-py alone."""
+    """The service uses plain nats-py and sends no headers, a repeated id and a malformed job."""
     connection = await nats.connect((system.data / "run" / "nats.url").read_text().strip())
     frames: dict[str, list[str]] = {}
 

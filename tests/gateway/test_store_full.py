@@ -1,4 +1,4 @@
-"""A store without room: refused at the door, named, and nothing that was accepted is lost."""
+"""Full store: new requests are refused with its name, and no accepted request is lost."""
 
 from __future__ import annotations
 

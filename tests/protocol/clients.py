@@ -69,7 +69,7 @@ class Asked:
         self.wrongs.append(f"{self.request_id}: {what}")
 
     def forget_tail(self, num_tokens: int) -> None:
-        """The last of what its gateway sent did not arrive."""
+        """Drop the last frames, as if they had not arrived from the gateway."""
         num_kept = max(0, len(self.token_ids) - num_tokens)
         del self.token_ids[num_kept:]
         self.texts = self.texts[:num_kept]

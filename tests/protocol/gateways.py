@@ -87,8 +87,10 @@ class Gateway:
         self.table.accept(stream, published.stream_sequence)
 
     async def resume(self, asked: Asked) -> None:
-        """Go on with what another connection began, from the first token that is missing; not if
-        the client's connection is gone before anything could be sent to it."""
+        """Resume a request of another connection from its first missing token.
+
+        Do nothing if the client's connection is gone before a frame could be sent to it.
+        """
         is_dead = False
         connection = asked.num_moves
         if asked.holder != self.gateway_id:
@@ -126,7 +128,7 @@ class Gateway:
         self.process.spawn(self._bus.control.cancel(Cancel(request_id=request_id)))
 
     def disconnect(self, asked: Asked) -> None:
-        """The client's connection is gone; it may come back for a while."""
+        """Close the client's connection; the client may return for a while."""
         stream = self.table.get(asked.request_id)
         self._close(asked.request_id)
         if stream is not None:

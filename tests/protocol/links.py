@@ -39,7 +39,7 @@ _LATENCIES_S = (0.000_3, 0.001, 0.005)
 
 
 class Link:
-    """The way of one process to a server and back, for what the server confirms."""
+    """Path of one process to a server and back, for confirmed messages."""
 
     def __init__(self, process: Process, clock: Clock, draw: random.Random) -> None:
         self.process = process

@@ -18,8 +18,10 @@ _owner: ContextVar[Process | None] = ContextVar("_owner", default=None)
 
 
 class Trap:
-    """Kills its process when it does ``kind`` the next time: just before, or once it was done and
-    before it is told so."""
+    """Trap that kills its process at the next action ``kind``.
+
+    It strikes just before the action, or after it and before the process hears of its success.
+    """
 
     def __init__(self, kind: str, *, is_after: bool) -> None:
         self.kind = kind

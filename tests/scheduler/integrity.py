@@ -1,4 +1,4 @@
-"""Checks that what a scheduler counts is what there is."""
+"""Consistency checks of a scheduler's counts."""
 
 from __future__ import annotations
 

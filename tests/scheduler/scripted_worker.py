@@ -1,4 +1,4 @@
-"""A worker without a model: it takes what it is sent, and ends what the test says."""
+"""Worker without a model: it accepts dispatches, and a test ends its jobs."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class ScriptedWorker:
         )
 
     async def return_job(self, request_id: str) -> None:
-        """Let others go on with a request, as a worker does that ends before it."""
+        """Return a job to the scheduler, as a worker does that ends before the job."""
         dispatch = self.running.pop(request_id)
         await self.bus.jobs.release(dispatch.lease)
         await self.bus.control.publish_ended(

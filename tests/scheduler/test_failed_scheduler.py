@@ -1,4 +1,4 @@
-"""A scheduler one of whose loops fails: it lives again, from what it builds anew."""
+"""Scheduler with a failed loop: the process builds it anew."""
 
 from __future__ import annotations
 

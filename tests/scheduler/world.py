@@ -170,7 +170,7 @@ class KnownTenants(ReplyOwners):
 
 
 def job(request_id: str, **changes: object) -> Job:
-    """A job whose frames a ``World`` keeps."""
+    """Make a job whose frames a ``World`` keeps."""
     tenant = changes.get("tenant", "local")
     fields: dict[str, object] = {
         "request_id": request_id,
@@ -267,7 +267,7 @@ class World:
         await asyncio.gather(task, return_exceptions=True)
 
     async def ended(self, index: int = 0) -> None:
-        """Wait for a scheduler that ends by itself; raises what it ends with."""
+        """Wait for a scheduler that ends by itself. Raises its error."""
         self.schedulers.pop(index)
         _, task = self._running.pop(index)
         await self.until(task.done)
@@ -301,7 +301,8 @@ class World:
         return await worker.start()
 
     async def until(self, predicate: Callable[[], bool], within_s: float = 30.0) -> None:
-        """Let virtual time go on until something holds; AssertionError after ``within_s``."""
+        """Advance virtual time until ``predicate`` holds. Raises AssertionError after ``within_s``
+        s."""
         deadline_s = self.clock.monotonic() + within_s
         while not predicate():
             assert self.clock.monotonic() < deadline_s, "it did not come about"

@@ -1,4 +1,4 @@
-"""Limiters over a real Redis, whose time is the test's."""
+"""Limiters over a real Redis with the test's clock."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class ScriptedGateway:
         return [message for message in self.received if message["type"] == kind]
 
     async def release(self) -> None:
-        """Let streams go on to their end."""
+        """Let streams run to their end."""
         async with self._moved:
             self.hold_before = None
             self._moved.notify_all()

@@ -180,7 +180,7 @@ class NatsServer(Server):
 
 
 class RedisServer(Server):
-    """redis-server without persistence, or with a log of what it ``appends``."""
+    """redis-server without persistence, or with an append-only log if it ``appends``."""
 
     scheme = "redis"
 

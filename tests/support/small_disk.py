@@ -27,8 +27,7 @@ class SmallDisk:
         return state.f_bavail * state.f_frsize
 
     def fill(self) -> None:
-        """Take every page that is free, in a file of its own; also what came free since the last
-        time."""
+        """Fill all free pages with a new file, including pages freed since the last call."""
         with self._filler.open("ab") as file:
             size = file.tell()
             for step in _STEPS_BYTES:

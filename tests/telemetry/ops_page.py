@@ -76,7 +76,7 @@ class OpsPage:
         height: int = 1250,
         touch: bool = False,
     ) -> tuple[Page, list[str]]:
-        """The page, and what its console complained of."""
+        """Open the page; also return the complaints of its console."""
         context = await self._browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme="dark" if dark else "light",

@@ -23,7 +23,7 @@ from tests.telemetry.records import request_record
 
 
 class CountingStore:
-    """Counts what it is asked."""
+    """Store that counts its queries."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

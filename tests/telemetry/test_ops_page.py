@@ -1,5 +1,4 @@
-"""The operations page in Chromium: what it draws, in light and dark, on a phone, with nothing to
-show and with a great deal."""
+"""Operations page in Chromium: light and dark, on a phone, with no data and with much."""
 
 from __future__ import annotations
 

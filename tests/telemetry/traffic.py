@@ -36,8 +36,7 @@ _HOURLY = Decimal("2.40")
 
 
 def traffic() -> tuple[list[RequestRecord], list[DeliveryRecord], list[WorkerSample]]:
-    """Requests of the last minutes, denser towards two moments, like people coming back from a
-    break; what clients saw of them; and what two workers did."""
+    """Make requests of the last minutes with two peaks, their deliveries, and worker samples."""
     now_ns = time.time_ns()
     records = []
     for number in range(NUM_REQUESTS):

@@ -1,4 +1,4 @@
-"""Rollouts as they are kept: on a real redis-server, and in memory for tests of logic."""
+"""Stored rollouts, on a real redis-server and in memory for tests of logic."""
 
 from __future__ import annotations
 

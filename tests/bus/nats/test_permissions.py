@@ -151,7 +151,7 @@ class Tried:
         self._errors = errors
 
     async def refused(self, action: str, tried: list[str]) -> set[str]:
-        """The subjects that were refused, of those ``tried``."""
+        """Try subjects, and return those that the server refused."""
         for subject in tried:
             if action == "publish":
                 await self._client.publish(subject, b"")

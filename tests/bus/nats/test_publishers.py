@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsWithUsers]:
 
 
 class Replayed:
-    """A connection that sends recorded bytes, and what the server answered."""
+    """Connection that sends recorded bytes and reads the server's answer."""
 
     def __init__(self, sent: bytes) -> None:
         self.sent = sent

@@ -1,4 +1,4 @@
-"""The ways to a real nats-server that demands to know who comes, and shows who it is."""
+"""Connections to a real nats-server with authentication and TLS."""
 
 from __future__ import annotations
 

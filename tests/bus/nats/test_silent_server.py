@@ -1,4 +1,4 @@
-"""A NATS server whose host is gone without a word is noticed in time, however much is published."""
+"""Silent NATS server: a lost host is noticed in time at any publishing rate."""
 
 from __future__ import annotations
 

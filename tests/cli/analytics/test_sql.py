@@ -158,7 +158,7 @@ def test_a_server_that_is_named_is_asked_and_no_other(
 
 
 def test_where_a_system_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument, then a variable, then what runs on the folder, then the defaults."""
+    """An argument comes first, then a variable, the system on the folder, and the defaults."""
     default = locate(tmp_path)
     assert default.nats.url == NatsConfig().url
     write_endpoints(tmp_path, nats="nats://here:1", redis="redis://here:2", kafka="here:3")

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and millrace.v1, small enough to say exactly what it sends when."""
+"""Server with OpenAI's API and millrace.v1, whose answers and their times a test knows exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace bench``: whole runs against a server that says exactly what it sends."""
+"""``millrace bench``: whole runs against a server whose answers are known exactly."""
 
 from __future__ import annotations
 

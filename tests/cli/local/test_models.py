@@ -1,4 +1,4 @@
-"""Models that are added and removed: what is remembered, and what happens when something fails."""
+"""Added and removed models: remembered changes, and failures of a change."""
 
 from __future__ import annotations
 

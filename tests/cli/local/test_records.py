@@ -25,7 +25,7 @@ _KAFKA = f"import sys; open(sys.argv[-1], 'w').write('127.0.0.1:9'); {_WAITS}"
 
 
 class Machine:
-    """A supervisor on a folder, and what was said and written."""
+    """Supervisor on a folder, with its messages and files."""
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []

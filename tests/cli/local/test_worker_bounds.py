@@ -1,4 +1,4 @@
-"""``--workers`` and ``--autoscale MIN:MAX`` as they are written, and what is refused."""
+"""Arguments of ``--workers`` and ``--autoscale MIN:MAX``, valid and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace embed`` on a tiny checkpoint, and what sentence-transformers' files say about it."""
+"""``millrace embed`` on a tiny checkpoint, with and without sentence-transformers' files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of logs: their times, the last of them, and what is added while somebody reads."""
+"""Lines of logs: their times, the last lines, and lines added while a command follows them."""
 
 from __future__ import annotations
 

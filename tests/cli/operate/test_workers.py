@@ -1,4 +1,4 @@
-"""``millrace workers`` on a real bus, with workers that say what they are told."""
+"""``millrace workers`` on a real bus, with scripted workers."""
 
 from __future__ import annotations
 

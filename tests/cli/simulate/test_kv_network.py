@@ -1,4 +1,4 @@
-"""Blocks that simulated workers pull from one another: how long it takes, and what can go wrong."""
+"""Pulls of blocks between simulated workers: their duration and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode apart in a simulation: streams go on elsewhere with blocks that are pulled."""
+"""Separate prefill and decode workers in a simulation: streams continue with pulled blocks."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_what_a_drained_worker_runs_pulls_its_blocks_before_that_is_gone() -> No
 
 
 def _late_share(result: Result, from_s: float) -> float:
-    """Return the share of requests from ``from_s`` on whose first token took longer than 2 s."""
+    """Return the share of requests sent since ``from_s`` whose first token took longer than 2 s."""
     later = [one for one in result.outcomes if one.request.at_s >= from_s]
     return sum(one.first_s - one.sent_s > 2.0 for one in later) / len(later)
 

@@ -1,4 +1,4 @@
-"""A cross-encoder and a classifier from the catalogue to HTTP, beside what transformers says."""
+"""Cross-encoder and classifier over HTTP, against transformers' results."""
 
 from __future__ import annotations
 

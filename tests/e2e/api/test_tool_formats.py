@@ -1,4 +1,4 @@
-"""Calls of checkpoints whose tags are special tokens, from the engine to OpenAI's client."""
+"""Tool calls of checkpoints whose tags are special tokens, read with OpenAI's client."""
 
 from __future__ import annotations
 

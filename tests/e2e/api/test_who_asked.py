@@ -31,7 +31,7 @@ _MESSAGES = [{"role": "user", "content": "What is TTFT?"}]
 
 @dataclass(frozen=True)
 class KeyedClient:
-    """A client with a key, whose requests are told apart by ``note`` in their metadata."""
+    """Client with a key; ``note`` in the metadata identifies a request."""
 
     system: System
     http: httpx.AsyncClient

@@ -1,4 +1,4 @@
-"""Workers of one model on two engines, vLLM and our own: what one drops the other goes on with."""
+"""Workers of one model on vLLM and our own engine: each continues the other's streams."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A system whose worker rounds its weights to int8: it answers, within a schema too, and its
-streams go on when the worker is killed."""
+"""System with int8 weights: answers, answers within a schema, and streams of a killed worker."""
 
 from __future__ import annotations
 

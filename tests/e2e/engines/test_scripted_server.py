@@ -1,5 +1,7 @@
-"""The whole system on a server that takes completions and nothing else, and writes what a test
-says: what agents ask of it by default, and what it cannot keep."""
+"""Whole system on a server that offers plain completions only and writes scripted text.
+
+Agents send their default requests, and features that the server lacks are refused or reported.
+"""
 
 from __future__ import annotations
 

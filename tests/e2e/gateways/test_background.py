@@ -33,7 +33,7 @@ def _request() -> dict[str, Any]:
 
 
 async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
-    """The text, from as many streams as it takes, each behind the last event of the one before."""
+    """Read the text over several streams, each after the last event of the previous one."""
     text, after = "", 0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Two gateways on one port: whichever dies, clients that come back go on with their answers."""
+"""Two gateways on one port: clients of a dead gateway continue their answers at the other."""
 
 from __future__ import annotations
 

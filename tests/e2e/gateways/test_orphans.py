@@ -1,4 +1,4 @@
-"""Answers whose gateways are killed: cancelled after the grace, unless their clients come back."""
+"""Answers of killed gateways: cancelled after the grace, unless their clients return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slow_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 class _Reader:
-    """Reads one answer as server-sent events, over as many connections as it takes."""
+    """Reader of one answer as server-sent events, over several connections."""
 
     def __init__(self, system: System, **fields: Any) -> None:
         self.request_id = ""
@@ -65,7 +65,7 @@ class _Reader:
         self._body = chat_body("What is TTFT?", stream=True, max_tokens=NUM_TOKENS, **fields)
 
     async def read(self) -> None:
-        """Read to the end, from behind what came so far."""
+        """Read to the end, from the last received event on."""
         event_id, text = "", ""
         async with self._lines() as lines:
             async for name, value in lines:

@@ -1,4 +1,4 @@
-"""Versions of turns, and what a conversation is asked with."""
+"""Versions of turns, and the parameters of a conversation."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ async def kept(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
 
 
 async def test_what_is_kept_has_the_sentence(kept: RunningGateway) -> None:
-    """Conversations and sessions go on with it."""
+    """Conversations and sessions continue with the sentence."""
     output: Any = {
         "type": "function_call_output",
         "call_id": "a",

@@ -128,7 +128,7 @@ async def test_the_end_token_has_no_log_probability(
 
 
 async def _answers(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> list[Any]:
-    """The body, or those of all events."""
+    """Return the body, or the bodies of all events."""
     answer = await http.post(route, json=body)
     assert answer.status_code == 200, answer.text
     if not body["stream"]:

@@ -1,4 +1,4 @@
-"""A grammar that the worker cannot compile is told of by the field that it was written in."""
+"""Grammars that the worker cannot compile: the error names the request's field."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def answer(front: RunningGateway, raw: bytes) -> list[str]:
 
 
 async def completion(front: RunningGateway, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion, those of a stream put together."""
+    """Return the choices of a completion, with a stream's deltas joined."""
     body = {"model": MODEL, "prompt": "x", "logprobs": 2, **fields}
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
         got = await http.post("/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""Long prompts through HTTP: others are served meanwhile, and what is refused counts."""
+"""Long prompts over HTTP: other requests are served meanwhile, and refused prompts count."""
 
 from __future__ import annotations
 

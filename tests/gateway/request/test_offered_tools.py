@@ -117,7 +117,7 @@ async def test_a_grammar_that_is_not_kept_is_told(
 async def test_other_tools_of_which_there_is_no_grammar(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
-    """The tools are too large for one grammar: none is kept rather than the request refused."""
+    """The tools are too large for one grammar, so the request is served without one."""
     tools = [
         {"type": "custom", "custom": {"name": f"edit_{i}", "format": {"type": "grammar"}}}
         for i in range(8)

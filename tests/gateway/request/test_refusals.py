@@ -60,7 +60,7 @@ class Book:
             await self._outbox.ack(messages)
 
     async def until(self, count: int) -> None:
-        """Wait until as many requests are in the records, or more."""
+        """Wait until the records count at least so many requests."""
 
         async def there() -> bool:
             await self.read()
@@ -350,8 +350,10 @@ async def test_a_flood_over_http_leaves_few_records(
 
 
 class FlakyOutbox:
-    """Keeps what is published, or is unreachable; with ``is_late`` it keeps it and says it is
-    unreachable."""
+    """Outbox that stores records or is unreachable.
+
+    With ``is_late`` it stores a record and raises an error all the same.
+    """
 
     def __init__(self) -> None:
         self.is_away = False

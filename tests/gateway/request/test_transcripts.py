@@ -1,4 +1,4 @@
-"""Jobs say that their words may be kept only for tenants that asked for it, as of a moment ago."""
+"""Transcripts: jobs permit them only for tenants whose current record allows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _keeping(known: TenantRecord) -> TenantRecord:
 async def gateway_for(
     server: RedisServer, change: Callable[[TenantRecord], TenantRecord] | None
 ) -> AsyncIterator[tuple[RunningGateway, str]]:
-    """A gateway and a key of ``acme``, whose record and that of ``local`` were changed so."""
+    """Run a gateway with a key of ``acme``, after these changes of ``acme`` and ``local``."""
     config = RedisConfig(url=server.url)
     link = RedisLink(config)
     store = TenantStore(link)

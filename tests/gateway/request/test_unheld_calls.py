@@ -1,4 +1,4 @@
-"""Tools of models whose engines hold calls to no grammar, at each endpoint."""
+"""Tools of models whose engines constrain no calls, at each endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of a model at every door, and rollouts that administrators start and turn back."""
+"""Versions of a model at every endpoint, and rollouts run by administrators."""
 
 from __future__ import annotations
 

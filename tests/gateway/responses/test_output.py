@@ -190,7 +190,7 @@ def test_a_failure_is_told_twice() -> None:
 
 
 def test_log_probabilities_are_those_of_the_text() -> None:
-    """Logprobs of half a character go with the whole one, those of call markup with none."""
+    """Logprobs of half a character go with the whole one; markup of calls has none."""
     one = (TokenLogprob(1, -0.5),)
     parts: list[Part] = [
         AnswerText(0, 0, 1, "", one),

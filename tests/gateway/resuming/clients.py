@@ -1,4 +1,4 @@
-"""Gateways of one system, and clients that check what they read for holes and repetitions."""
+"""Gateways of one system, and clients that check their streams for gaps and repetitions."""
 
 from __future__ import annotations
 

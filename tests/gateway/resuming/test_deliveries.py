@@ -1,4 +1,4 @@
-"""A socket that was lost goes on, and one delivery record tells what its client saw."""
+"""Delivery records of resumed sockets: one record for each client."""
 
 from __future__ import annotations
 

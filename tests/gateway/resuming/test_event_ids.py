@@ -1,4 +1,4 @@
-"""The id of an event stands for what came up to it: behind it comes the rest, and nothing twice."""
+"""Event ids: a stream resumed after an id sends the rest and repeats nothing."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _added(one: list[Any], other: list[Any]) -> list[Any]:
 
 
 def _take_text(event: dict[str, Any]) -> list[Any] | None:
-    """The text of a delta, and what is told of its tokens, taken out of the event."""
+    """Take the text and the tokens' fields out of a delta, and return the text."""
     choice = (event.get("choices") or [None])[0]
     if choice is not None and choice["finish_reason"] is None:
         delta = choice.get("delta", choice)
@@ -222,7 +222,7 @@ def _name_in(delta: dict[str, Any]) -> str:
 async def whole_and_rests(
     pair: Pair, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
-    """Cut a stream after each of its events, and go on at the other gateway in turn."""
+    """Cut a stream after each of its events and resume it at the two gateways in turn."""
     pair.worker.tokens_per_frame = tokens_per_frame
     body = {"model": MODEL, "stream": True, "temperature": 0} | body
     async with (

@@ -1,4 +1,4 @@
-"""Streams of the Messages API that go on after their gateway, block by block."""
+"""Streams of the Messages API that outlive their gateway, block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: which gateway holds them, and what a late client is told."""
+"""Requests whose gateway is gone: their holder, and the answer for a late client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generations that go on over another socket, here, at another gateway, after a death."""
+"""Generations resumed over another socket, at the same gateway or at another."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_client_that_stays_away_loses_its_request(redis: RedisConfig) ->
 
 
 async def test_the_newest_connection_has_the_stream(pair: Pair) -> None:
-    """A connection that still stands is told, when another one takes its generation."""
+    """The older connection is told when another one takes over its generation."""
     dripping = await slow(pair.worker)
     reading, late = Reading(), Reading()
     async with opened(pair.first) as one, opened(pair.second) as other:

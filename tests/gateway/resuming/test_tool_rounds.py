@@ -177,7 +177,7 @@ async def test_a_tool_answer_resumed_after_any_event_sends_the_rest(
 async def test_a_round_that_cannot_begin_is_told(
     place: Place, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
-    """The client has read what the tool gave by then, and waits for nothing else."""
+    """The client has read the tool's result by then and waits for the next round only."""
     front = await place.gateway()
 
     async def publish(_real: Publish, _job: Job) -> PublishedJob:

@@ -1,4 +1,4 @@
-"""Conversations kept in a real Redis."""
+"""Sessions stored in a real Redis."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def test_a_longest_gap_that_is_no_stall() -> None:
 
 
 async def test_a_client_that_is_slow_to_read_saw_a_stall() -> None:
-    """Tokens came in time; what counts is when they were given out."""
+    """The tokens arrived in time, but the time of delivery to the client counts."""
     watched = Watched(ManualClock())
     await watched.give(0.1, 0)
     for number in range(1, 30):

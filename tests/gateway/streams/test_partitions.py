@@ -1,5 +1,8 @@
-"""Streams across a partition: what is reached again later than the rest is waited for, and a worker
-behind a link that is down is asked over another server."""
+"""Streams across a network partition.
+
+Services that return later than others are waited for, and a worker behind a dead link is asked over
+another server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's record says of an answer what the gateway tells its client of it."""
+"""Finish reasons in a worker's record, against those that the gateway tells its client."""
 
 from __future__ import annotations
 

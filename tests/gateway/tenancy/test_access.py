@@ -202,7 +202,7 @@ async def test_pages_of_others_stay_out(origin: str | None, status: int) -> None
     ],
 )
 async def test_a_page_whose_name_leads_here_reads_nothing(host: str, status: int) -> None:
-    """Browsers send no Origin with what a page reads from the host that it came from."""
+    """Browsers send no Origin when a page reads from its own host."""
     config = GatewayConfig(allowed_origins=("https://app.example",))
     async with (
         running_gateway(config) as front,

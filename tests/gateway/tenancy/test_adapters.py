@@ -1,4 +1,4 @@
-"""LoRA adapters at every door: by their names, to whom they are for, added and removed."""
+"""LoRA adapters at every endpoint: their names, owners, addition and removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random lives of reservations: on a real Redis, in this process, and by what they must not do."""
+"""Random reservations on a real Redis and in this process, against an independent observer."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Settle:
-    """The reservation at a place among all that were granted, with shares of what it set aside;
-    None: nothing was served."""
+    """Settlement of a granted reservation, in shares of it. None: nothing was served."""
 
     place: int
     share: int | None
@@ -116,7 +115,7 @@ class Life:
 
 @dataclass
 class Observer:
-    """Knows the limits, but not how they are kept."""
+    """Observer that knows the limits, but not their implementation."""
 
     lives: dict[str, Life] = field(default_factory=dict)
 

@@ -125,7 +125,7 @@ async def test_a_socket_that_reads_nothing_is_closed_too(
 
 
 class _Unwritable:
-    """A client that reads nothing, whose buffers are full."""
+    """Client with full buffers that reads nothing."""
 
     is_writable = False
     on_writable = None

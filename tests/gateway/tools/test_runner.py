@@ -1,4 +1,4 @@
-"""Tools that the gateway runs: what they get and give, and their bounds."""
+"""Tools that the gateway runs: arguments, results and limits."""
 
 from __future__ import annotations
 

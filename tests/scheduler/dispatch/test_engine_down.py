@@ -1,4 +1,4 @@
-"""A worker lives and its engine has died: what it holds goes on elsewhere, if there is room."""
+"""Worker with a dead engine: its streams continue elsewhere if there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that move name whose KV cache has their context."""
+"""KV sources of moved streams: dispatches name a worker that has the stream's blocks."""
 
 from __future__ import annotations
 

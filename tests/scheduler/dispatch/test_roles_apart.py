@@ -1,4 +1,4 @@
-"""Long prompts are computed apart, and their streams go on where they decode."""
+"""Separate prefill workers: long prompts are computed there, and streams decode elsewhere."""
 
 from __future__ import annotations
 

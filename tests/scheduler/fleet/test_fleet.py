@@ -1,4 +1,4 @@
-"""The pure parts: who lives, cancels, throughput, epochs."""
+"""Fleet state: live workers, cancels, throughput, epochs."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ async def test_a_missed_end_is_found_by_asking_again(two_at_once: World) -> None
 
 
 class Places(JobAdmission):
-    """Admits as many jobs at a time as there are places, and takes a moment to say so."""
+    """Admission with a fixed number of places, which answers after a moment."""
 
     def __init__(self, num_places: int, clock: ManualClock) -> None:
         self.num_free = num_places

@@ -1,4 +1,4 @@
-"""A request id that a service publishes again, past what the server takes for a duplicate."""
+"""Request ids that a service publishes again, after the server's window for duplicates."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_message_id_that_was_used_before(world: World) -> None:
 async def test_permissions_of_an_earlier_version_stop_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler that may not hear jobs cannot answer what the server drops, and runs the rest."""
+    """A scheduler without the permission cannot see dropped jobs, and runs all others."""
 
     async def refuse(_queue: MemoryJobQueue) -> Subscription:
         raise BusForbiddenError("jobs.*.*")
@@ -192,7 +192,7 @@ async def test_the_stored_result_is_its_answer(world: World) -> None:
 
 
 async def test_few_may_follow_one_job(world: World) -> None:
-    """A worker keeps four readers of a request: no more are told that they have the answer."""
+    """A worker keeps four readers of a request; further readers are refused."""
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)

@@ -1,4 +1,4 @@
-"""Versions of a model: who gets which, and what a scheduler makes of how they answer."""
+"""Versions of a model: the choice for each job, and a scheduler's measurements of each version."""
 
 from __future__ import annotations
 

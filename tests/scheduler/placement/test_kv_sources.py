@@ -23,7 +23,7 @@ _SPEEDS: dict[str, Any] = {
 
 
 def serving(worker_id: str, layout: str = "l", **changes: Any) -> WorkerView:
-    """A worker whose blocks others of the layout can pull."""
+    """Return the view of a worker from which others of its layout can pull blocks."""
     endpoint = TransferEndpoint(layout=layout, token="t", socket=worker_id)
     fields = _SIZE | _SPEEDS | {"weights": "x", "transfer": endpoint} | changes
     return view(worker_id, **fields)

@@ -57,7 +57,7 @@ def on_nats(url: str) -> Connect:
 
 
 class BatchGateway:
-    """A gateway with its own connections, a client of it, and what tests ask of batches."""
+    """Gateway with its own connections and a client, for tests of batches."""
 
     def __init__(self, gateway: Gateway, server: Server, client: openai.AsyncOpenAI) -> None:
         self.gateway = gateway

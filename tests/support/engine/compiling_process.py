@@ -1,4 +1,4 @@
-"""A process that has imported what compiles kernels, and does each run in a fork of itself."""
+"""Process that has imported the kernel compilers and forks itself for each run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 class CompilingProcess:
-    """Process for runs that do what a process can do only once, such as to emulate a GPU."""
+    """Process that forks itself for each run: a run may pretend to have a GPU, for example."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process

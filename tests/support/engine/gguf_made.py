@@ -1,4 +1,4 @@
-"""Small GGUF files that say what a test wants them to say."""
+"""Small GGUF files with metadata chosen by a test."""
 
 from __future__ import annotations
 

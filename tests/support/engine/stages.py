@@ -20,7 +20,7 @@ _ENDS_WITHIN_S = 15.0
 
 
 class Stages:
-    """A running ``millrace stages``, whose ranks have a thread each. ``log`` is where it writes."""
+    """Running ``millrace stages``, whose ranks have one thread each. ``log``: its log file."""
 
     _MODULE: tuple[str, ...] = ("millrace", "stages")
 

@@ -1,4 +1,4 @@
-"""A nats-server whose users may do what deploy/nats says, and no more."""
+"""NATS server whose users have the permissions of deploy/nats."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Trap:
-    """A listener that counts who comes."""
+    """Listener that counts connections."""
 
     def __init__(self, server: socketserver.TCPServer) -> None:
         self.port = server.server_address[1]

@@ -1,4 +1,4 @@
-"""The bounds of what one connection holds."""
+"""Limits of the memory that one connection holds."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ async def sending(
 async def test_bodies_that_are_not_whole_hold_a_bounded_memory(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, body: bytes, more: str
 ) -> None:
-    """The first that finds no room is refused, and not read on; short statements have room; all
-    of it comes back when the clients leave."""
+    """The first body without room is refused unread; short statements fit; leaving frees all."""
     monkeypatch.setattr(bodies, "_MAX_BYTES_OF_USER", 500_000)
     held = [await sending(server, body, more) for _ in range(4)]
     async with asyncio.timeout(10):

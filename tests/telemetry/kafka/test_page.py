@@ -1,4 +1,4 @@
-"""docs/kafka.md says what there is, and its consumer runs."""
+"""docs/kafka.md: its fields match the records, and its consumer runs."""
 
 from __future__ import annotations
 

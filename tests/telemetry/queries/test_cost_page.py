@@ -1,4 +1,4 @@
-"""The page "What did it cost?": every statement on it runs, and answers what the page says."""
+"""Page "What did it cost?": every statement runs and answers the page's figures."""
 
 from __future__ import annotations
 

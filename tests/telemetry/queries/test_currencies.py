@@ -66,7 +66,7 @@ EXAMPLES = [
 
 
 def book(currency: str, factor: int) -> PriceBook:
-    """Prices of a currency; those in EUR are ``factor`` times as high."""
+    """Make prices of a currency; prices in EUR are ``factor`` times as high."""
     by = factor if currency == "EUR" else 1
     return PriceBook(
         version=f"2026-11 {currency}",

@@ -207,7 +207,7 @@ async def test_samples_of_this_hour_are_counted_without_being_told(store: Store)
 
 
 class AwayStore:
-    """A store that is unreachable as often as it is told to be."""
+    """Store that is unreachable for a given number of calls."""
 
     def __init__(self, store: Store, num_failures: int) -> None:
         self._store = store

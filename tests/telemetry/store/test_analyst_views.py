@@ -1,4 +1,4 @@
-"""The database ``analysts``: which statements change its views, and what a view may read."""
+"""Database ``analysts``: permitted statements about views, and the tables that views may read."""
 
 from __future__ import annotations
 

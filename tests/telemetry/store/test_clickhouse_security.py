@@ -1,4 +1,4 @@
-"""ClickHouse's protocol behind TLS: the door of the embedded engine, with a proxy before it."""
+"""ClickHouse's protocol over TLS: the embedded engine's endpoint behind a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Migrations, the ledger, and what a table refuses, on the real engine."""
+"""Migrations, the ledger, and rows that a table refuses, on the real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comments and views of a store are those of the declaration, in every store."""
+"""Comments and views of a store: they match the declaration in every store."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def send(client: httpx.AsyncClient, one: dict[str, Any]) -> httpx.Response
 
 
 def of(tool: str, *words: str) -> list[dict[str, Any]]:
-    """The requests of a tool whose statement or body has all the words."""
+    """Return a tool's requests whose statement or body has all the words."""
     return [
         one
         for one in _RECORDED
