@@ -80,7 +80,7 @@ def test_another_word_is_refused(
     [
         ("kafka: {server: redpanda}", "`$.kafka.server`; it is one of embedded, apache"),
         ("worker: {engine: {kind: vlm}}", "`$.worker.engine.kind`; it is one of real, simulated"),
-        ("kafka: {maven_url: 'maven.example'}", "kafka.maven_url: 'maven.example' is no URL"),
+        ("kafka: {maven_url: 'maven.example'}", "kafka.maven_url: 'maven.example' is not a URL"),
         ("kafka: {maven_url: 'https://me:a/b@mirror.example'}", "kafka.maven_url has '/'"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_life_of_an_adapter(adapters: Adapters, folder: Path) -> None:
     assert code == 2
     assert "is taken" in err
     assert adapters.run("add", "sql", str(folder), "--replace")[0] == 0
-    assert "offered no more" in adapters.run("remove", "sql")[1]
+    assert "no longer offered" in adapters.run("remove", "sql")[1]
     code, _, err = adapters.run("remove", "sql")
     assert code == 2
     assert "no adapter 'sql'" in err

@@ -177,4 +177,4 @@ async def test_names_that_nobody_has_and_workers_of_other_models(
     assert await millrace("drain", "worker-3", nats_url=url) == 2
     assert "There is no worker 'worker-3'. Workers: worker-1, worker-2." in capsys.readouterr().err
     assert await millrace("move", "worker-1", "--to", "worker-2", nats_url=url) == 2
-    assert "not at worker-2, which serves other" in capsys.readouterr().err
+    assert "not to worker-2, which serves other" in capsys.readouterr().err
