@@ -340,7 +340,7 @@ def test_a_trace_is_written_as_it_is_read() -> None:
 
 
 def test_what_services_publish_waits_for_the_limits_of_its_tenant() -> None:
-    """Of 300 jobs at once, a gateway's jobs are shed above the queue's bound.
+    """A gateway's jobs, of 300 jobs at once, are shed above the queue's bound.
 
     A service's jobs run eight at a time, the limit of the tier free.
     """

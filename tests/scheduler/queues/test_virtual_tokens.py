@@ -82,7 +82,7 @@ def test_members_who_want_nothing_are_forgotten_in_turn() -> None:
     num_members=st.integers(2, 6),
 )
 def test_backlogged_members_stay_within_the_bound(costs: list[float], num_members: int) -> None:
-    """With the least served first, no member is ahead by more than the largest single cost."""
+    """No member is ahead by more than the largest single cost if the least served goes first."""
     tokens: VirtualTokens[int] = VirtualTokens()
     for member in range(num_members):
         tokens.begin(member)
