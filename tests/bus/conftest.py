@@ -29,7 +29,7 @@ MAX_DELIVER = 3
 
 
 class Broker(Protocol):
-    """What a test needs of the server side, whichever it is."""
+    """Message server of a test: the in-memory broker or a real nats-server."""
 
     config: NatsConfig
 
@@ -38,7 +38,7 @@ class Broker(Protocol):
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """As a service that does not use our code would."""
+        """Publish raw bytes, as a service without our library does."""
 
     async def request(self, subject: str, content_type: str = "") -> tuple[bytes, str | None]:
         """The answer to an empty request, and its Content-Type."""
@@ -158,7 +158,7 @@ def _dead_job(letter: RawStreamMsg) -> DeadJob:
 
 @pytest.fixture(params=["memory", "nats"])
 def server(request: pytest.FixtureRequest) -> NatsServer | None:
-    """None for the in-memory broker."""
+    """Return the nats-server, or None for the in-memory broker."""
     if request.param == "memory":
         return None
     started: NatsServer = request.getfixturevalue("nats_server")

@@ -1,4 +1,4 @@
-"""The checked-in contract is the one that the schemas make."""
+"""Checked-in AsyncAPI contract, against the contract generated from the schemas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validator(message: str) -> Draft202012Validator:
     return Draft202012Validator({**payload, "components": document["components"]})
 
 
-def test_it_is_not_stale() -> None:
+def test_the_asyncapi_document_is_not_stale() -> None:
     stale = "run: python -m millrace.bus.asyncapi > docs/asyncapi.json"
     assert CHECKED_IN.read_text(encoding="utf-8") == asyncapi.text(), stale
 

@@ -157,7 +157,9 @@ class TestBroadcasts:
         await bus.control.publish_ended(ended)
         await eventually(lambda: (statuses, ends) == ([status], [ended]))
 
-    async def test_what_moves(self, bus: Bus, broker: Broker) -> None:
+    async def test_prefilled_pulled_and_move_messages_reach_their_subscribers(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         prefilled: list[Prefilled] = []
         pulled: list[Pulled] = []
         moves: list[MoveStreams] = []
@@ -177,7 +179,7 @@ class TestBroadcasts:
 
 
 class TestResumePoints:
-    async def test_are_told_or_not(self, bus: Bus, broker: Broker) -> None:
+    async def test_resume_points_are_returned_if_known(self, bus: Bus, broker: Broker) -> None:
         points = {"r.1": ResumePoint(token_ids=(4, 5)), "r2": ResumePoint(open=False)}
         gateway = await broker.connect("gateway")
         await gateway.control.serve_resume_points("g", points.get)
@@ -186,7 +188,7 @@ class TestResumePoints:
         assert await bus.control.resume_point("g", "r3", 0.05) is None
         assert await bus.control.resume_point("elsewhere", "r.1", 5.0) is None
 
-    async def test_another_than_the_first_listener_may_know(self, bus: Bus, broker: Broker) -> None:
+    async def test_any_listener_may_have_the_resume_point(self, bus: Bus, broker: Broker) -> None:
         known = [{"r1": ResumePoint(token_ids=(1,))}, {"r2": ResumePoint(token_ids=(2, 3))}]
         for points in known:
             gateway = await broker.connect("gateway")
@@ -197,7 +199,7 @@ class TestResumePoints:
         assert await bus.control.resume_point("g", "r3", 0.05) is None
 
     async def test_held_requests_are_found_at_all_gateways(self, bus: Bus, broker: Broker) -> None:
-        """Of 600 requests two gateways hold one half each, and neither holds the last two."""
+        """Two gateways each hold half of 598 requests, and no gateway holds the last two."""
         request_ids = [f"r.{number}" for number in range(600)]
         for remainder in (0, 1):
             held = {name for name in request_ids[:598] if int(name[2:]) % 2 == remainder}
@@ -231,7 +233,7 @@ def _letting_go_of(streams: dict[str, HandedOver]) -> Callable[[str], HandedOver
 
 
 class TestHandovers:
-    async def test_who_holds_the_stream_lets_go_once(self, bus: Bus, broker: Broker) -> None:
+    async def test_the_holder_hands_a_stream_over_once(self, bus: Bus, broker: Broker) -> None:
         held = {"r 1": HandedOver(token_ids=(4, 5)), "r2": HandedOver()}
         for streams in (held, dict[str, HandedOver]()):
             gateway = await broker.connect("gateway")

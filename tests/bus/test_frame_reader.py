@@ -1,4 +1,4 @@
-"""Whatever happens to frames on their way, text and token ids come out exactly once."""
+"""Frame reader: text and token ids come out exactly once for lost, late and repeated frames."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def the_end(pieces: list[str], epoch: int) -> list[Frame]:
 
 
 def replay(pieces: list[str], from_index: int, epoch: int) -> list[Frame]:
-    """What a worker sends again: everything from a token on."""
+    """Return a worker's replay: all frames from a token on."""
     frames: list[Frame] = [Started(worker_id=f"w{epoch}", epoch=epoch)]
     if from_index < len(pieces):
         frames.append(delta(pieces, from_index, len(pieces), epoch))
@@ -189,7 +189,7 @@ def test_prompt_logprobs_come_in_pieces_and_the_end_waits_for_them() -> None:
     usage, done = the_end(["a"], 0)
     reader.feed(usage)
     assert reader.feed(msgspec.structs.replace(done, num_prompt_logprobs=5)) is Outcome.GAP
-    # A replay repeats what is there already.
+    # A replay repeats logprobs that the reader has.
     assert reader.feed(PromptLogprobs(logprobs=whole[:3])) is Outcome.GAP
     assert reader.feed(PromptLogprobs(index=1, logprobs=whole[1:])) is Outcome.END
     assert reader.prompt_logprobs == whole
@@ -205,7 +205,7 @@ def test_an_end_waits_for_the_embedding() -> None:
 
 
 def beam_frames(texts: list[str], epoch: int) -> list[Frame]:
-    """What a worker sends of a beam search with these answers, two tokens a frame."""
+    """Return a worker's frames of a beam search with these answers, two tokens per frame."""
     frames: list[Frame] = [Started(worker_id="w", epoch=epoch)]
     for beam, text in enumerate(texts):
         for index in range(0, len(text), 2):

@@ -46,7 +46,7 @@ class TestPublish:
 
     @pytest.mark.parametrize("source", [Source.HTTP, Source.WEBSOCKET, Source.BENCH])
     async def test_only_a_gateway_s_job_came_over_http(self, bus: Bus, source: Source) -> None:
-        """A service may copy the field from what it was asked itself."""
+        """A service may copy the field from a request that it received over HTTP."""
         sent = [job(number, source=source) for number in (1, 2)]
         await bus.jobs.publish(sent[0])
         await bus.jobs.publish(sent[1], reserved=True)
@@ -111,7 +111,7 @@ class TestPublish:
             await bus.jobs.publish(job(1_000_000))
         gone = await pull_one(bus)
         await bus.jobs.ack(gone.lease)
-        # Checked after the one that was refused.
+        # Checked after the refused job.
         await bus.jobs.publish(job(1, reply="other"))
 
         async def is_full_again() -> bool:
@@ -154,7 +154,7 @@ class TestPull:
         assert await bus.jobs.pull(TENANT_QUEUE, 4, 0.1) == []
         assert 0.09 < time.monotonic() - started_s < 2.0
 
-    async def test_returns_as_soon_as_there_is_one(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_pull_returns_as_soon_as_there_is_a_job(self, bus: Bus, broker: Broker) -> None:
         other = await broker.connect("other")
         waiting = asyncio.ensure_future(bus.jobs.pull(TENANT_QUEUE, 8, 10.0))
         await asyncio.sleep(0.05)
@@ -300,7 +300,7 @@ class TestDepthAndShedding:
         assert (await pull_one(bus)).job.request_id == "r2"
         assert time.monotonic() - started_s < 1.0
 
-    async def test_what_is_open(self, bus: Bus) -> None:
+    async def test_a_job_is_open_until_it_is_acknowledged(self, bus: Bus) -> None:
         published = await bus.jobs.publish(job(1))
         leased = await pull_one(bus)
         assert await bus.jobs.is_open(published.stream_sequence)
@@ -518,7 +518,9 @@ class TestDeadLetters:
         assert result is not None
         assert (result.error_code, result.error_message) == (frame.code, frame.message)
 
-    async def test_who_owns_a_bare_name_may_be_known(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_bare_reply_name_may_belong_to_a_known_tenant(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         """The keyless tenant may name any listener but another tenant's."""
 
         async def is_foreign(tenant: str, reply: str) -> bool:
@@ -604,7 +606,7 @@ class TestDeadLetters:
 
 class TestJson:
     @pytest.mark.parametrize("before", [b"", b"\n  "])
-    async def test_it_is_known_by_its_first_byte(
+    async def test_a_json_job_is_recognised_by_its_first_byte(
         self, bus: Bus, broker: Broker, before: bytes
     ) -> None:
         payload = before + b'{"request_id":"r1","model":"demo","tier":"free","prompt":"x"}'

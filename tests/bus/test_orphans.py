@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: found after the grace, and never while it may live."""
+"""Requests without a gateway: found after the grace, and never while it may live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = Job(request_id="r1", model="m", prompt_token_ids=(1,), reply="gw-1", sourc
 
 
 class Fleet:
-    """A watch over ``jobs``, and gateways that hold what the test says."""
+    """Orphan watch over ``jobs``, and gateways with the held requests of a test."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.clock = ManualClock()
@@ -34,12 +34,12 @@ class Fleet:
         self.watch.grace_s = grace_s
 
     async def gateway(self, reply: str, *held: str) -> Subscription:
-        """One that holds requests addressed to ``reply``."""
+        """Start a gateway that holds the requests ``held`` addressed to ``reply``."""
         control = MemoryBus(self.broker).control
         return await control.serve_resume_points(reply, lambda _: None, set(held).__contains__)
 
     async def pass_s(self, seconds: float) -> None:
-        """Let time go on, a tenth of a second after the other."""
+        """Advance the clock in steps of a tenth of a second."""
         for _ in range(round(seconds * 10)):
             await self.clock.advance(0.1)
 
@@ -69,7 +69,7 @@ async def test_a_request_is_an_orphan_after_the_grace(fleet: Fleet) -> None:
 async def test_a_gateway_started_again_under_its_id_does_not_hold_what_it_had(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers for what it was asked since."""
+    """The gateway holds only requests that it received after the restart."""
     monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [JOB, replace(JOB, request_id="r2")]
     await fleet.gateway("gw-1", "r2")
@@ -103,7 +103,7 @@ async def test_a_gateway_that_is_silent_for_a_while_keeps_its_requests(fleet: Fl
 async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that it accepted before one that is an orphan; later ones have the whole grace."""
+    """Jobs received before a known orphan end at once; later jobs have the whole grace period."""
     monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [replace(JOB, received_ns=20)]
     await fleet.pass_s(GRACE_S + 5.0)

@@ -1,4 +1,4 @@
-"""What services publish, as the serializers of their languages write it."""
+"""Jobs of services, as the serializers of their languages write them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_foreign_serializers_say_the_same(seed: int, packed: bool) -> None:
 
 
 @given(seed=st.integers(0, 2**32), packed=st.booleans())
-def test_so_do_they_in_the_nested_form(seed: int, packed: bool) -> None:
+def test_foreign_serializers_agree_in_the_nested_form(seed: int, packed: bool) -> None:
     foreign = Foreign(random.Random(seed), in_nested_form=True).written(NESTED)
     job = read(foreign, packed=packed, subject="jobs.demo.free")
     assert msgspec.structs.replace(job, frames_as_json=True) == read(
@@ -237,7 +237,7 @@ def test_a_bug_in_the_reader_refuses_one_message(monkeypatch: pytest.MonkeyPatch
 
 
 def test_schemas_count_in_integers() -> None:
-    """What Gson makes of a schema that it has read without a type."""
+    """Gson writes the integers of a schema as floats when it reads the schema without a type."""
     schema = {
         "type": "object",
         "properties": {"a": {"maxLength": 3.0, "enum": [1.0]}, "maxLength": {"minItems": 2.0}},
@@ -275,7 +275,7 @@ def test_a_deadline_may_be_a_text(deadline: str, ns: int, field: str) -> None:
 
 
 def test_a_deadline_may_be_a_timestamp_of_messagepack() -> None:
-    """What @msgpack/msgpack makes of a Date."""
+    """JavaScript's @msgpack/msgpack encodes a Date as a timestamp extension."""
     at = datetime(2026, 11, 28, 12, tzinfo=UTC)
     body = {"request_id": "r1", "model": "demo", "messages": MESSAGES[:1], "deadline": at}
     job = read(body, packed=True, subject="jobs.demo.free")
@@ -340,7 +340,7 @@ def test_our_own_parts_publish_bodies_too() -> None:
 
 
 def test_a_gateway_s_job_is_what_it_says() -> None:
-    """Nothing is read into it: nulls and floats are refused there."""
+    """Nulls and floats are refused in a gateway's job, which is read without leniency."""
     body = {"request_id": "r1", "model": "demo", "prompt_token_ids": [1], "reply": None}
     with pytest.raises(MillraceError):
         read(body, packed=True, subject="jobs.demo.free.acme.reserved")

@@ -1,4 +1,4 @@
-"""The index of who runs what, on a real redis-server and without one."""
+"""Index of running requests and their workers, on a real redis-server and without one."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
         await index.note_cancels("c", ids)
     assert await index.was_cancelled("a b", "r 0")
     assert not await index.was_cancelled("a b", "r 4")
-    kept = [await index.was_cancelled("c", f"r {number}") for number in range(5)]
-    assert kept == [False, False, True, True, True]
+    cancelled = [await index.was_cancelled("c", f"r {number}") for number in range(5)]
+    assert cancelled == [False, False, True, True, True]
     client = Redis.from_url(redis_server.url)
     assert CANCELS_TTL_S - 5 <= await client.ttl("cancels:c") <= CANCELS_TTL_S
     await client.aclose()
 
 
 async def test_an_id_that_runs_without_a_claim(index: RunningRequestIndex) -> None:
-    """A gateway's, which claims none; or a service's whose claim was lost, delivered again."""
+    """The id is a gateway's, which claims none, or a service's whose claim was lost."""
     mine = JobClaim(sequence=7, digest="d", reply="a", tenant="a")
     await index.start("r1", "w1", 65)
     assert await index.claim("r1", mine, is_new=True) == JobClaim(sequence=0)
@@ -123,7 +123,7 @@ async def test_a_superseded_run_changes_nothing(index: RunningRequestIndex) -> N
     assert await index.lookup("r1") == RunningRequest(worker_id="w2", epoch=66, finished=True)
 
 
-async def test_it_has_the_leases_of_what_a_worker_runs(
+async def test_the_index_has_the_leases_of_a_workers_requests(
     index: RunningRequestIndex, redis_server: RedisServer
 ) -> None:
     assert await index.held_by("w1") == {}
@@ -135,7 +135,7 @@ async def test_it_has_the_leases_of_what_a_worker_runs(
     await index.start("r 1", "w2", 66, "the next")
     await index.start("r 1", "w1", 65, "an older run's")
     assert await index.held_by("w2") == {"r 1": "the next"}
-    assert await index.held_by("w1") == {"r 1": "lease of r 1"}, "whoever reads it asks who has it"
+    assert await index.held_by("w1") == {"r 1": "lease of r 1"}, "a reader checks the holder"
     client = Redis.from_url(redis_server.url)
     assert TTL_S - 5 <= await client.ttl("held:w1") <= TTL_S
     await client.aclose()
@@ -161,7 +161,7 @@ async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) 
     assert await index.lookup("r1") is None
 
 
-async def test_it_is_found_again(
+async def test_the_index_works_again_after_a_restart_of_redis(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()

@@ -54,7 +54,7 @@ class TestTenantQueues:
         assert await ids(bus, TenantQueue("demo", Tier.PRO, "acme.eu")) == ["p"]
         assert await ids(bus, ANYBODY) == []
 
-    async def test_which_have_jobs(self, bus: Bus, broker: Broker) -> None:
+    async def test_tenant_queues_with_jobs_are_listed(self, bus: Bus, broker: Broker) -> None:
         assert await bus.jobs.tenant_queues() == {}
         for request_id in ("a", "b"):
             await bus.jobs.publish(job(request_id))
@@ -81,18 +81,22 @@ class TestTenantQueues:
 
 
 class TestTenants:
-    async def test_the_subjects_fills_an_absent_one(self, bus: Bus, broker: Broker) -> None:
+    async def test_the_subjects_tenant_fills_an_absent_one(self, bus: Bus, broker: Broker) -> None:
         await store(broker, "jobs.demo.pro.acme%2Eeu")
         (leased,) = await bus.jobs.pull(TenantQueue("demo", Tier.PRO, "acme.eu"), 1, 1.0)
         assert (leased.job.tenant, leased.job.tier) == ("acme.eu", Tier.PRO)
 
-    async def test_without_one_in_the_subject_it_is_nobodys(self, bus: Bus, broker: Broker) -> None:
+    async def test_without_a_tenant_in_the_subject_the_job_is_keyless(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         await store(broker, "jobs.demo.free")
         (leased,) = await bus.jobs.pull(ANYBODY, 1, 1.0)
         assert (leased.job.tenant, leased.tenant_queue) == ("local", ANYBODY)
 
     @pytest.mark.parametrize("subject", ["jobs.demo.free", "jobs.demo.free.acme"])
-    async def test_the_body_alone_never_says(self, bus: Bus, broker: Broker, subject: str) -> None:
+    async def test_a_body_cannot_name_another_tenant_than_its_subject(
+        self, bus: Bus, broker: Broker, subject: str
+    ) -> None:
         frames: list[tuple[str, Frame]] = []
         reply = "svc" if subject == "jobs.demo.free" else "acme/svc"
         await bus.frames.subscribe(reply, lambda *pair: frames.append(pair))
@@ -147,7 +151,7 @@ class TestTenants:
             "jobs.demo.gold.acme.reserved",
         ],
     )
-    async def test_what_waits_in_no_line_is_buried(
+    async def test_a_job_outside_every_tenant_queue_becomes_a_dead_letter(
         self, bus: Bus, broker: Broker, subject: str
     ) -> None:
         frames: list[tuple[str, Frame]] = []
@@ -169,21 +173,21 @@ class TestTenants:
 
 class TestWatch:
     async def test_each_job_tells_its_line_once(self, bus: Bus, broker: Broker) -> None:
-        told: list[TenantQueue] = []
+        queues: list[TenantQueue] = []
         watcher = await broker.connect("scheduler")
-        subscription = await watcher.jobs.watch(told.append)
+        subscription = await watcher.jobs.watch(queues.append)
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("o", OTHER))
         await store(broker, "jobs.demo.gold", request_id="of no line")
         await store(broker, "jobs.demo.free")
-        await eventually(lambda: len(told) == 3)
-        assert told == [ACME, OTHER, ANYBODY]
+        await eventually(lambda: len(queues) == 3)
+        assert queues == [ACME, OTHER, ANYBODY]
         assert await ids(watcher, ACME) == ["a"]
         await subscription.close()
         await bus.jobs.publish(job("later"))
         await watcher.jobs.tenant_queues()
-        assert len(told) == 3
+        assert len(queues) == 3
 
     async def test_what_is_told_can_be_pulled_at_once(self, bus: Bus, broker: Broker) -> None:
         watcher = await broker.connect("scheduler")
@@ -201,16 +205,16 @@ class TestWatch:
         assert sorted(pulled) == [[f"a{number}"] for number in range(10)]
 
     async def test_a_watcher_that_fails_is_told_on(self, bus: Bus) -> None:
-        told: list[TenantQueue] = []
+        queues: list[TenantQueue] = []
 
         def on_published(tenant_queue: TenantQueue) -> None:
-            told.append(tenant_queue)
+            queues.append(tenant_queue)
             raise RuntimeError("of no concern to the bus")
 
         await bus.jobs.watch(on_published)
         await bus.jobs.publish(job("a"))
         await bus.jobs.publish(job("b"))
-        await eventually(lambda: len(told) == 2)
+        await eventually(lambda: len(queues) == 2)
 
 
 class TestForgetting:
@@ -224,7 +228,7 @@ class TestForgetting:
         await bus.jobs.publish(job("b"))
         assert await ids(bus, ACME) == ["b"]
 
-    async def test_one_with_jobs_is_not(self, bus: Bus) -> None:
+    async def test_a_queue_with_jobs_is_not_forgotten(self, bus: Bus) -> None:
         await bus.jobs.publish(job("o", OTHER))
         assert not await bus.jobs.forget_tenant_queue(OTHER)
         await bus.jobs.pull(ACME, 1, 0.0)
@@ -243,7 +247,9 @@ class TestForgetting:
         await forgetting
         assert await ids(bus, ACME, timeout_s=1.0) == ["a"]
 
-    async def test_others_find_what_comes_later(self, bus: Bus, broker: Broker) -> None:
+    async def test_other_schedulers_find_jobs_after_a_queue_was_forgotten(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         """Also at once, and while they wait."""
         other = await broker.connect("other scheduler")
         assert await ids(other, ACME) == []
@@ -267,7 +273,9 @@ class TestUncertainty:
         assert leased.job.request_id == "b"
         assert not leased.uncertain
 
-    async def test_what_others_may_have_held(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_job_that_others_may_have_held_is_uncertain(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         await bus.jobs.pull(ACME, 1, 0.0)
         await bus.jobs.publish(job("a"))
         other = await broker.connect("other scheduler")
@@ -277,7 +285,9 @@ class TestUncertainty:
         (leased,) = await other.jobs.pull(ACME, 1, 1.0)
         assert not leased.uncertain
 
-    async def test_after_the_line_was_forgotten(self, bus: Bus, broker: Broker) -> None:
+    async def test_a_job_after_its_queue_was_forgotten_is_uncertain(
+        self, bus: Bus, broker: Broker
+    ) -> None:
         await bus.jobs.pull(ACME, 1, 0.0)
         assert await bus.jobs.forget_tenant_queue(ACME)
         await bus.jobs.publish(job("a"))

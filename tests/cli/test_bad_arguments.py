@@ -41,7 +41,7 @@ def _good(action: argparse.Action) -> str:
 
 
 def _given(parser: argparse.ArgumentParser, bad: argparse.Action, value: str) -> list[str]:
-    """A command line that has the value for one argument, and what else it takes."""
+    """Return a command line with the value for one argument and the command's required ones."""
     options, places = [], []
     excluded = {
         id(other)
@@ -80,17 +80,17 @@ def _cases() -> list[tuple[str, ...]]:
 
 
 def _ends_in_a_sentence(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """What it says on standard error; 3 is the code of a status of nothing."""
+    """Return the command's error, a sentence. Code 3 means ``status`` without a system."""
     code: int | str | None
     try:
         code = main(arguments)
     except SystemExit as ended:
         code = ended.code
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert code in (0, 2, 3), arguments
-    assert "Traceback" not in said
-    assert code != 2 or said, arguments
-    return said
+    assert "Traceback" not in error
+    assert code != 2 or error, arguments
+    return error
 
 
 def test_every_option_of_the_commands(
@@ -107,7 +107,7 @@ def test_every_option_of_the_commands(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("publish", "--prompt", "x", "--model", _LONG), "model must have at most 256 characters"),
         (("publish", "--prompt", "x", "--tenant", _LONG), "tenant must have at most 128"),
@@ -129,17 +129,17 @@ async def test_jobs_that_no_bus_takes(
     nats_config: NatsConfig,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     await bus.close()
     with contextlib.suppress(SystemExit):
         assert main([*arguments, "--nats", nats_config.url]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("models", "add", "m", "--engine", "vllm", "--engine-arguments", 'a "b'),
@@ -174,10 +174,10 @@ def test_what_else_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told in _ends_in_a_sentence(arguments, capsys)
+    assert message in _ends_in_a_sentence(arguments, capsys)
 
 
 def test_an_empty_path_is_not_the_current_folder(
@@ -198,8 +198,8 @@ def test_an_empty_path_is_not_the_current_folder(
             line = _given(parser, action, "")
             if action.nargs == 2:
                 line = [action.option_strings[-1], "", ""]
-            said = _ends_in_a_sentence((*path, *line), capsys)
-            assert "it is empty; leave the option out" in said, (path, action)
+            error = _ends_in_a_sentence((*path, *line), capsys)
+            assert "it is empty; leave the option out" in error, (path, action)
             num_options += 1
     assert num_options > 40
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What ``--help`` and ``--version`` of every command show."""
+"""Output of ``--help`` and ``--version`` of every command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.repository import ROOT
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of all commands below it."""
+    """Return a parser and the parsers of all commands below it."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

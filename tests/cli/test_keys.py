@@ -31,7 +31,7 @@ class Keys:
         self._capsys = capsys
 
     def __call__(self, *arguments: str) -> str:
-        """What it prints; it must succeed."""
+        """Run a command that must succeed, and return its output."""
         code, out, err = self.run(*arguments)
         assert code == 0, err
         return out
@@ -148,9 +148,9 @@ def test_a_budget_for_each_currency(keys: Keys) -> None:
     shown = keys("tenant", "acme", "--show")
     assert re.search(r"monthly_budget +100 USD, 50.5 EUR +100 USD, 50.5 EUR left", shown)
     keys("create", "--tenant", "acme", "--monthly-budget", "20 EUR")
-    [told] = keys.json("list")
-    assert told["limits"] == {"monthly_budget": {"EUR": "20"}}
-    assert told["effective_limits"]["monthly_budget"] == {"EUR": "20", "USD": "100"}
+    [record] = keys.json("list")
+    assert record["limits"] == {"monthly_budget": {"EUR": "20"}}
+    assert record["effective_limits"]["monthly_budget"] == {"EUR": "20", "USD": "100"}
     assert keys("list").splitlines()[2].endswith("20 EUR a month, 100 USD a month")
     keys("tenant", "acme", "--monthly-budget", "none")
     assert keys.json("tenant", "acme")["limits"]["monthly_budget"] is None
@@ -166,10 +166,10 @@ def test_the_table(keys: Keys) -> None:
     _, _, row = keys("list").splitlines()
     assert " free " in row
     assert row.endswith("5 requests/min, 200000 tokens/min, 8 at once, 32768 context")
-    [told] = keys.json("list")
-    assert told["limits"] == {"requests_per_minute": 5, "monthly_budget": None}
-    assert (told["tier"], told["effective_tier"]) == (None, "free")
-    assert told["effective_limits"]["concurrent_requests"] == 8
+    [record] = keys.json("list")
+    assert record["limits"] == {"requests_per_minute": 5, "monthly_budget": None}
+    assert (record["tier"], record["effective_tier"]) == (None, "free")
+    assert record["effective_limits"]["concurrent_requests"] == 8
 
 
 async def test_the_last_use_of_a_key(redis_server: RedisServer, keys: Keys) -> None:
@@ -281,7 +281,7 @@ def test_where_redis_is(
 def test_limits_are_those_of_this_instance(
     keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of what runs on the folder, of the file that is named, never the built-in ones unsaid."""
+    """Limits come from the running system or from the named file, never silently from defaults."""
     keys("tenant", "acme", "--tier", "pro")
     (tmp_path / "run").mkdir()
     running = dict.fromkeys(("http", "nats", "kafka", "clickhouse"), "nowhere")

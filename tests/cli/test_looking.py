@@ -48,7 +48,7 @@ async def connected(url: str, part: Part, **settings: Any) -> AsyncIterator[Bus]
 
 
 class Observer:
-    """Sees what is on a server, and every request to JetStream's API."""
+    """Observer of a server's streams and of every request to JetStream's API."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -102,7 +102,7 @@ async def recording(url: str) -> AsyncIterator[Observer]:
 
 
 class BareNatsServer(NatsServer):
-    """It keeps nothing."""
+    """Server without JetStream."""
 
     def command(self) -> list[str]:
         return [str(nats_server_path()), "-a", "127.0.0.1", "-p", str(self.port)]
@@ -162,11 +162,11 @@ async def test_a_look_at_a_server_without_streams_says_so(
             ("result", "r1"),
         ):
             assert await millrace(*command, "--nats", server.url) == 2
-            said = capsys.readouterr().err
-            assert said.startswith(
+            error = capsys.readouterr().err
+            assert error.startswith(
                 f"millrace {command[0]}: No Millrace system uses the NATS server"
             )
-            assert server.url in said
+            assert server.url in error
         async with observed(server.url) as observer:
             assert await observer.streams() == {}
 

@@ -1,4 +1,4 @@
-"""``millrace publish`` and ``result`` on a real bus, with a worker that says what it is told."""
+"""``millrace publish`` and ``result`` on a real bus, with a scripted worker."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def test_stream(
     assert (code, shown.out, shown.err) == (0, "Hello 你\n", f"{job.request_id}\n")
 
 
-async def test_what_a_stream_lost_comes_from_the_stored_result(
+async def test_frames_lost_by_a_stream_come_from_the_stored_result(
     bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frames = (

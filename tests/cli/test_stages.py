@@ -1,4 +1,4 @@
-"""What ``millrace stages`` says of its options, and how it ends."""
+"""Options and exit of ``millrace stages``."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_a_bad_option_is_named(
     monkeypatch.chdir(tmp_path)
     Path("empty").touch()
     assert main(["stages", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("millrace stages: ")
-    assert message in said
+    error = capsys.readouterr().err
+    assert error.startswith("millrace stages: ")
+    assert message in error
 
 
-async def test_it_waits_for_a_worker_and_ends_when_it_is_told(tmp_path: Path) -> None:
+async def test_stages_wait_for_a_worker_and_end_on_request(tmp_path: Path) -> None:
     stages = Stages(tmp_path / "log", "--join", f"127.0.0.1:{free_port()}")
     try:
         await eventually(lambda: "Connection refused" in stages.log.read_text(), timeout_s=60.0)

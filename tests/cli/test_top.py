@@ -1,4 +1,4 @@
-"""``millrace top``: what it shows, and that it leaves the terminal as it was."""
+"""``millrace top``: its output, and the terminal's settings after it ends."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_names_cannot_command_the_terminal() -> None:
-    """A tenant's or a worker's name is somebody else's text."""
+    """The name of a tenant or a worker is untrusted text."""
     nasty = Snapshot(
         at_s=0.0,
         place="x",
@@ -242,7 +242,7 @@ def test_where_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 class OnTerminal:
-    """The command on a terminal of its own, whose settings can be looked at afterwards."""
+    """Command on a separate terminal, whose settings a test can read afterwards."""
 
     def __init__(self, server: NatsServer, *more: str) -> None:
         self._master, self._slave = pty.openpty()

@@ -1,4 +1,4 @@
-"""The entries of docs/agents.md, so that tests run what the page says."""
+"""Entries of docs/agents.md, so that tests run the commands of the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Agents that run tools in a folder: how each is installed and started, and what its tools are
-called."""
+"""Agents that run tools in a folder: their installation, start and tool names."""
 
 from __future__ import annotations
 

@@ -91,5 +91,5 @@ def _run(command: Sequence[str], folder: Path) -> None:
         timeout=_INSTALL_TIMEOUT_S,
         check=False,
     )
-    said = done.stdout.decode(errors="replace")
-    assert done.returncode == 0, f"{' '.join(command)} failed in {folder}:\n{said[-4000:]}"
+    output = done.stdout.decode(errors="replace")
+    assert done.returncode == 0, f"{' '.join(command)} failed in {folder}:\n{output[-4000:]}"

@@ -42,7 +42,7 @@ _RUN_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """Where a client finds the system, and the folder in which it leaves what it says."""
+    """Run of a client: the system's address, and the folder for the client's output."""
 
     url: str
     bin: Path
@@ -66,7 +66,7 @@ class Client:
 
 
 class FailedError(Exception):
-    """A client could not be installed, or did not say what it should."""
+    """A client could not be installed, or its output was wrong."""
 
 
 def _guidellm(run: Run) -> Sequence[str]:
@@ -100,8 +100,8 @@ def _aiperf(run: Run) -> Sequence[str]:
 
 
 def _aiperf_ok(run: Run) -> int:
-    said = run.read("profile_export_aiperf.json")
-    return int(said["request_count"]["avg"]) - len(said["error_summary"])
+    report = run.read("profile_export_aiperf.json")
+    return int(report["request_count"]["avg"]) - len(report["error_summary"])
 
 
 def _vllm(backend: str, path: str) -> Callable[[Run], Sequence[str]]:
@@ -120,8 +120,8 @@ def _vllm(backend: str, path: str) -> Callable[[Run], Sequence[str]]:
 
 
 def _vllm_ok(run: Run) -> int:
-    said = run.read("result.json")
-    return int(said["completed"]) - int(said["failed"])
+    report = run.read("result.json")
+    return int(report["completed"]) - int(report["failed"])
 
 
 def _script(name: str) -> Callable[[Run], Sequence[str]]:
@@ -189,7 +189,7 @@ def _system() -> Iterator[str]:
 
 
 def _install(client: Client) -> bool:
-    """Into an environment that is made anew when its packages change."""
+    """Install the client into its environment, which is made again if its packages change."""
     if client.bin is not None:
         return True
     folder = _ENVIRONMENTS / client.name
@@ -238,11 +238,11 @@ def _do(client: Client, command: Sequence[str], timeout_s: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = (error.output or b"").decode(errors="replace")
-        raise FailedError(f"{client.name}: not over in {timeout_s:g} s\n{said}") from error
+        output = (error.output or b"").decode(errors="replace")
+        raise FailedError(f"{client.name}: not over in {timeout_s:g} s\n{output}") from error
     if done.returncode != 0:
-        said = done.stdout.decode(errors="replace")
-        raise FailedError(f"{client.name}: exit status {done.returncode}\n{said}")
+        output = done.stdout.decode(errors="replace")
+        raise FailedError(f"{client.name}: exit status {done.returncode}\n{output}")
 
 
 if __name__ == "__main__":

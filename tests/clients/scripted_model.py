@@ -84,7 +84,7 @@ class ScriptedModel:
         self.calls, self.answer, self.aside, self.result = calls, answer, aside, result
 
     def says(self, prompt: str) -> str:
-        """Return what the model writes behind ``prompt``: the script of an OpenAiServer."""
+        """Return the model's text after ``prompt``: the script of an OpenAiServer."""
         tools, has_tools, talk = prompt.partition("</tools>")
         if not has_tools:
             return self.aside
@@ -104,7 +104,7 @@ class ScriptedModel:
 
 
 def write_model(folder: Path) -> Path:
-    """Write what the gateway and the worker read of the model: no weights."""
+    """Write the model's files for the gateway and the worker, without weights."""
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "model.safetensors"):
         shutil.copy(_DEMO / name, folder)

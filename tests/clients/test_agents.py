@@ -45,7 +45,7 @@ _AIDER = {
 
 @dataclass
 class Room:
-    """A home folder, a folder to work in, and what ``section`` of the page puts there."""
+    """Home folder and working folder, with the files of the page's ``section``."""
 
     home: Path
     work: Path
@@ -53,8 +53,7 @@ class Room:
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, command: Sequence[str], *programs: Path, **environment: str) -> str:
-        """Return what a client says until it ends; after a while it is killed, with all that it
-        started."""
+        """Return a client's output when it ends; after a limit it is killed with its children."""
         path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
         variables = {"HOME": str(self.home), "PATH": path, **self.environment, **environment}
         return _run(command, self.work, variables)
@@ -118,8 +117,8 @@ def test_a_python_library_runs_its_tools(
     for name in ("frameworks.py", "agent_tools.py"):
         shutil.copy(_HERE / name, room.work)
     name = re.split(r"[=\[]", library.packages[0])[0]
-    said = room.run(library.command, python_packages(name, *library.packages))
-    assert _ANSWER in said
+    output = room.run(library.command, python_packages(name, *library.packages))
+    assert _ANSWER in output
     room.check()
 
 
@@ -167,9 +166,9 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
         text=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_CLIENT_TIMEOUT_S)
+            output, _ = process.communicate(timeout=_CLIENT_TIMEOUT_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said
-    return said
+    assert process.returncode == 0, output
+    return output

@@ -20,7 +20,7 @@ WITHIN_S = 120.0
 
 
 def run(command: Sequence[str | Path], folder: Path) -> str:
-    """What a command writes. Raises AssertionError with its words if it fails."""
+    """Run a command and return its output. Raises AssertionError with its output if it fails."""
     done = subprocess.run(
         ["nice", *map(str, command)],
         cwd=folder,
@@ -41,15 +41,15 @@ def test_generators_make_classes_with_names_that_compile(tmp_path: Path) -> None
     # A module finds packages beside itself only.
     program = packages / PROGRAM.name
     program.write_bytes(PROGRAM.read_bytes())
-    told: dict[str, Any] = json.loads(
+    document: dict[str, Any] = json.loads(
         run(["node", program, ROOT / "docs" / "asyncapi.json", tmp_path], packages)
     )
-    assert {one["code"] for one in told["said"]} <= {"asyncapi-latest-version"}
-    assert {"Job", "JobJson", "Frame", "FrameJson", "JobResultJson"} <= set(told["messages"])
-    for language, names in told["names"].items():
+    assert {one["code"] for one in document["said"]} <= {"asyncapi-latest-version"}
+    assert {"Job", "JobJson", "Frame", "FrameJson", "JobResultJson"} <= set(document["messages"])
+    for language, names in document["names"].items():
         assert {"Job", "ChatMessage", "JobResult", "Delta", "Done", "Tier"} <= set(names), language
         assert not [name for name in names if "nonymous" in name], language
-    sources = {name: tmp_path / name / "millrace" for name in told["names"]}
+    sources = {name: tmp_path / name / "millrace" for name in document["names"]}
     run(["javac", "-proc:none", "-d", "classes", *sources["java"].glob("*.java")], tmp_path)
     (sources["go"] / "go.mod").write_text("module millrace\n\ngo 1.24\n")
     run(["go", "vet", "."], sources["go"])

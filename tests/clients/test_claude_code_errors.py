@@ -31,7 +31,7 @@ def program() -> Path:
 
 
 async def _says(program: Path, front: RunningGateway, home: Path) -> tuple[str, int | None]:
-    """What it prints for one question, and its exit status. It must end in time."""
+    """Return the program's output for one question, and its exit status. It must end in time."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
@@ -71,10 +71,10 @@ def _models(window_tokens: int) -> LoadedModels:
 
 async def test_a_wrong_key(program: Path, tmp_path: Path) -> None:
     async with running_gateway(GatewayConfig(auth="required")) as front:
-        said, status = await _says(program, front, tmp_path)
+        output, status = await _says(program, front, tmp_path)
         metrics = render(front.gateway.metrics.registry).decode()
     assert status == 1
-    assert "Invalid API key" in said
+    assert "Invalid API key" in output
     refused = [
         float(line.rpartition(" ")[2])
         for line in metrics.splitlines()
@@ -85,18 +85,18 @@ async def test_a_wrong_key(program: Path, tmp_path: Path) -> None:
 
 async def test_a_prompt_that_cannot_fit(program: Path, tmp_path: Path) -> None:
     async with running_gateway(models=_models(2_048)) as front:
-        said, status = await _says(program, front, tmp_path)
+        output, status = await _says(program, front, tmp_path)
     assert status == 1
-    assert "Prompt is too long" in said
-    assert "(limit 2048)" in said
+    assert "Prompt is too long" in output
+    assert "(limit 2048)" in output
 
 
 async def test_it_lowers_max_tokens(program: Path, tmp_path: Path) -> None:
     async with running_gateway(models=_models(40_000)) as front:
         front.worker.script = lambda _job: ["It ", "turns."]
-        said, status = await _says(program, front, tmp_path)
+        output, status = await _says(program, front, tmp_path)
         wanted = [job.sampling.max_tokens or 0 for job in front.worker.jobs]
-    assert status == 0, said
-    assert "It turns." in said
+    assert status == 0, output
+    assert "It turns." in output
     assert wanted
     assert max(wanted) < 32_000

@@ -70,8 +70,8 @@ def _openapi_generator(folder: Path, language: str, output: str) -> None:
 def openapi_python_client(folder: Path) -> list[str]:
     programs = python_packages("openapi-python-client", "openapi-python-client==0.29.1")
     generate = (programs / "openapi-python-client", "generate", "--path", _DOCUMENT)
-    said = _run(folder, *generate, "--meta", "none", "--output-path", "millrace_client")
-    assert "WARNING" not in said
+    output = _run(folder, *generate, "--meta", "none", "--output-path", "millrace_client")
+    assert "WARNING" not in output
     shutil.copy(_PROGRAMS / "openapi_python_client.py", folder)
     return [str(programs / "python"), "openapi_python_client.py"]
 
@@ -208,5 +208,5 @@ def oapi_codegen(folder: Path) -> list[str]:
 async def test_a_generated_client_chats(make: Make, tmp_path: Path) -> None:
     command = await asyncio.to_thread(make, tmp_path)
     async with running_gateway() as running:
-        said = await asyncio.to_thread(_run, tmp_path, *command, running.url)
-    assert json.loads(said.splitlines()[-1]) == _SAID
+        output = await asyncio.to_thread(_run, tmp_path, *command, running.url)
+    assert json.loads(output.splitlines()[-1]) == _SAID

@@ -41,7 +41,7 @@ _KCAT = ("kcat", "librdkafka1", "libyajl2")
 
 
 class Read(NamedTuple):
-    """A system, the ids of its first requests and of those behind the time ``since_ms``."""
+    """System with the ids of its early requests and of the requests after ``since_ms``."""
 
     system: System
     early: set[str]
@@ -143,19 +143,19 @@ def check(read: Read, answer: Answer) -> None:
 def test_javas_own_client_reads(read: Read, version: str) -> None:
     jars = java_jars(version) / "jars"
     program = str(CLIENTS / "Reads.java")
-    said = run((str(find_java()), "-cp", f"{jars}/*", program, *read.arguments))
-    check(read, msgspec.json.decode(said, type=Answer))
+    output = run((str(find_java()), "-cp", f"{jars}/*", program, *read.arguments))
+    check(read, msgspec.json.decode(output, type=Answer))
 
 
 def test_kafka_python_reads(read: Read) -> None:
     python = python_packages("kafka-python", "kafka-python==3.0.12") / "python"
-    said = run((str(python), str(CLIENTS / "kafka_python_reads.py"), *read.arguments))
-    check(read, msgspec.json.decode(said, type=Answer))
+    output = run((str(python), str(CLIENTS / "kafka_python_reads.py"), *read.arguments))
+    check(read, msgspec.json.decode(output, type=Answer))
 
 
 def test_confluent_kafka_reads(read: Read) -> None:
-    said = run((sys.executable, str(CLIENTS / "confluent_reads.py"), *read.arguments))
-    check(read, msgspec.json.decode(said, type=Answer))
+    output = run((sys.executable, str(CLIENTS / "confluent_reads.py"), *read.arguments))
+    check(read, msgspec.json.decode(output, type=Answer))
 
 
 def test_kcat_reads(read: Read) -> None:
@@ -168,14 +168,14 @@ def test_kcat_reads(read: Read) -> None:
     def kcat_says(*arguments: str) -> str:
         return run((*kcat, *arguments), LD_LIBRARY_PATH=libraries)
 
-    said = kcat_says("-C", "-t", subjects.REQUESTS_TOPIC, "-o", "beginning", "-e", "-f", "%k\n")
-    assert read.early | read.late <= set(said.split())
+    output = kcat_says("-C", "-t", subjects.REQUESTS_TOPIC, "-o", "beginning", "-e", "-f", "%k\n")
+    assert read.early | read.late <= set(output.split())
     since = f"s@{read.since_ms}"
-    said = kcat_says("-C", "-t", subjects.REQUESTS_TOPIC, "-o", since, "-e", "-f", "%k\n")
-    assert read.late <= set(said.split())
-    assert not read.early & set(said.split())
-    told: dict[str, Any] = json.loads(kcat_says("-L", "-J"))
-    assert set(subjects.RECORD_TOPICS) <= {topic["topic"] for topic in told["topics"]}
+    output = kcat_says("-C", "-t", subjects.REQUESTS_TOPIC, "-o", since, "-e", "-f", "%k\n")
+    assert read.late <= set(output.split())
+    assert not read.early & set(output.split())
+    metadata: dict[str, Any] = json.loads(kcat_says("-L", "-J"))
+    assert set(subjects.RECORD_TOPICS) <= {topic["topic"] for topic in metadata["topics"]}
 
 
 def test_a_record_says_what_the_row_says(read: Read) -> None:
@@ -188,8 +188,8 @@ def test_a_record_says_what_the_row_says(read: Read) -> None:
         f"for _ in range({NUM_EARLY}): print(consumer.poll(30).value().hex())\n"
         "consumer.close()"
     )
-    said = run((sys.executable, "-c", code, *read.arguments[:2]))
-    records = [codec.RECORD.decode(bytes.fromhex(line)) for line in said.split()]
+    output = run((sys.executable, "-c", code, *read.arguments[:2]))
+    records = [codec.RECORD.decode(bytes.fromhex(line)) for line in output.split()]
     requests = [record for record in records if isinstance(record, RequestRecord)]
     assert len(requests) == NUM_EARLY
     rows = read.system.sql("SELECT request_id, completion_tokens, status FROM requests_once")
@@ -199,7 +199,7 @@ def test_a_record_says_what_the_row_says(read: Read) -> None:
 
 
 def lines_of(command: Sequence[str], count: int) -> list[str]:
-    """The first lines of a program that goes on."""
+    """Return the first lines of a program that does not end by itself."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(count)]
@@ -208,7 +208,7 @@ def lines_of(command: Sequence[str], count: int) -> list[str]:
 
 
 def test_the_consumers_of_the_page_read(read: Read, tmp_path: Path) -> None:
-    """Each request once, with its fields."""
+    """The consumers of docs/kafka.md print each request once, with its fields."""
     python = tmp_path / "read_records.py"
     python.write_text(example_of("kafka.md", "A consumer in Python", "python"))
     java = tmp_path / "ReadRecords.java"
@@ -241,7 +241,7 @@ async def test_a_kill_loses_nothing(read: Read) -> None:
 
 
 def test_a_folder_may_change_the_kind(tmp_path: Path) -> None:
-    """Each start finds records of the one before, which may have no row yet."""
+    """A system reads the records of the earlier kind that may have no row yet."""
     ids: set[str] = set()
     for kind in ("embedded", "apache", "embedded"):
         system = started(tmp_path / "data", kind)

@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 
 @dataclass
 class Answer:
-    """What a client got: the text, the usage it received, and how it ended."""
+    """Answer read by a client: text, usage and finish reason."""
 
     request_id: str
     text: str
@@ -38,7 +38,7 @@ def chat_body(question: str, **options: Any) -> dict[str, Any]:
 
 
 async def ask_sse(http: httpx.AsyncClient, question: str, **options: Any) -> Answer:
-    """One streamed chat completion over server-sent events."""
+    """Stream one chat completion over server-sent events."""
     body = chat_body(question, stream=True, stream_options={"include_usage": True}, **options)
     pieces: list[str] = []
     usage: dict[str, int] = {}
@@ -66,7 +66,7 @@ async def ask_sse(http: httpx.AsyncClient, question: str, **options: Any) -> Ans
 
 
 async def ask_websocket(url: str, question: str, **options: Any) -> Answer:
-    """One generation on a WebSocket of its own, checking that the token indices are exact."""
+    """Run one generation on a separate WebSocket and check that token indices are exact."""
     async with websockets.connect(
         url, subprotocols=[websockets.Subprotocol("millrace.v1")]
     ) as socket:
@@ -118,7 +118,7 @@ async def ask_many(
 
 
 async def ask_nats(bus: Bus, request_id: str, question: str, **sampling: Any) -> Answer:
-    """One job published on the bus, its frames read from a stream of its own."""
+    """Publish one job on the bus and read its frames from a separate stream."""
     reply = f"svc-{request_id}"
     frames: asyncio.Queue[Frame] = asyncio.Queue()
     subscription = await bus.frames.subscribe(

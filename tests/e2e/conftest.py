@@ -1,4 +1,4 @@
-"""One system for the tests of this folder; each test leaves it whole."""
+"""System shared by the tests of this folder; each test leaves it intact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def examples() -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def system(tmp_path_factory: pytest.TempPathFactory, examples: str) -> Iterator[System]:
-    """It goes with the last test of this folder: at rest it takes a twentieth of a core."""
+    """Run the shared system until the last test of this folder. Idle, it takes 5 % of a core."""
     folder = tmp_path_factory.mktemp("system")
     tools, settings = folder / "tools.yaml", folder / "settings.yaml"
     gateway = {"tools": str(tools), "allowed_origins": [examples]}

@@ -66,7 +66,7 @@ class GuardedSystem:
         return f"http://127.0.0.1:{self.config.gateway.port}"
 
     async def start(self, package: str, name: str, *options: str) -> None:
-        """One more process; returns when it serves."""
+        """Start one more process and wait until it serves."""
         environment = {
             "MILLRACE_NATS__URL": self.nats.url_of(_USERS[package].value),
             "MILLRACE_WORKER__NAME": name,
@@ -107,7 +107,7 @@ class GuardedSystem:
         return (self._directory / f"{name}.log").read_text()
 
     def forbidden(self) -> list[str]:
-        """What the server forbade to any part."""
+        """Return log lines about subjects that the server forbade to a part."""
         lines = [line for file in self._directory.glob("*.log") for line in file.open()]
         return [line for line in lines if "forbids a subject to this process" in line]
 

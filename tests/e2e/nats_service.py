@@ -15,7 +15,7 @@ ENDS = ("done", "cancelled", "expired", "shed", "failed")
 
 
 class Service:
-    """A tenant's service: it publishes, reads its frames and results, and says what it has."""
+    """Service of a tenant: it publishes jobs and reads its frames and results."""
 
     def __init__(self, client: Client, tenant: str) -> None:
         self.client = client

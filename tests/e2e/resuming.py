@@ -1,4 +1,4 @@
-"""Clients that lose their gateway and go on with their answers at another, as the documents say."""
+"""Clients that continue their answers at another gateway, as the documents describe."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class EventClient(Persistent):
         return headers
 
     def _read(self, chunk: dict[str, Any]) -> bool:
-        """Whether it goes on here: False if the gateway says that it has to go."""
+        """Read a chunk, and return False if the gateway announces its restart."""
         if "error" in chunk:
             assert chunk["error"]["code"] == "gateway_restarting", chunk
             return False

@@ -14,7 +14,7 @@ from tests.support.system import System
 async def check_schema_answer(
     system: System, question: str, *, longest: int, **options: Any
 ) -> None:
-    """The answer to the question, at most ``longest`` characters of it, is what its schema says."""
+    """Check that an answer of at most ``longest`` characters matches its schema."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {

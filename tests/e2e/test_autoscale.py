@@ -1,4 +1,4 @@
-"""``millrace up --autoscale``: workers come with a load, and streams go on when they go."""
+"""``millrace up --autoscale``: workers follow the load, and streams survive their removal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = {
         }
     },
 }
-# Longer than the test: those that are not cancelled are still being made at its end.
+# Longer than the test: streams that are not cancelled still run at its end.
 NUM_TOKENS = 1_900
 
 
@@ -89,7 +89,7 @@ class Streams:
                     assert name in self.cancelled, message
 
     async def eventually_have(self, counts: dict[str, int]) -> None:
-        """Wait for so many tokens of these; raises what went wrong with any stream."""
+        """Wait until each of these streams has so many tokens. Raises a stream's error."""
 
         def enough() -> bool:
             if self._reading.done():
@@ -152,9 +152,9 @@ async def test_workers_come_and_go_under_streams_that_go_on(scaled: System) -> N
         await streams.eventually_have({"late": 1})
         assert len(_workers(scaled)) == 1
         await streams.cancel("late")
-    said = scaled.output()
+    output = scaled.output()
     # Two may be wanted before it shows that three are.
-    assert re.search("worker-2 is starting: [23] are wanted for demo", said)
-    assert "is stopping: 1 is wanted for demo" in said
-    assert "worker-1 is starting: 1 is wanted for demo" in said
-    assert "starting it again" not in said
+    assert re.search("worker-2 is starting: [23] are wanted for demo", output)
+    assert "is stopping: 1 is wanted for demo" in output
+    assert "worker-1 is starting: 1 is wanted for demo" in output
+    assert "starting it again" not in output

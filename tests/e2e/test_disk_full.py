@@ -42,13 +42,13 @@ def small_system(disk: SmallDisk) -> Iterator[System]:
 
 
 async def _keep_full(disk: SmallDisk, stopped: asyncio.Event) -> None:
-    """Also what stores give back meanwhile is taken."""
+    """Keep the disk full, including space that stores free meanwhile."""
     while not stopped.is_set():
         await asyncio.to_thread(disk.fill)
         await asyncio.sleep(0.01)
 
 
-async def test_streams_end_records_are_kept_and_all_comes_back_by_itself(
+async def test_a_full_disk_loses_no_stream_or_record_and_the_system_recovers(
     disk: SmallDisk, small_system: System
 ) -> None:
     system, stopped = small_system, asyncio.Event()

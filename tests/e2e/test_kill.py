@@ -1,4 +1,4 @@
-"""kill -9 under load: every stream goes on and every request leaves one record."""
+"""Kills of parts under load: every stream continues and every request leaves one record."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_all_streams_finish_when_the_worker_is_killed(
 
 
 def _num_replacements(log: Path) -> int:
-    """How often all requests have gone on in a new engine."""
+    """Return how many times all requests continued in a new engine."""
     return log.read_text().count("all requests continue in the new engine")
 
 
@@ -100,7 +100,7 @@ def _num_replacements(log: Path) -> int:
 async def test_all_streams_go_on_when_the_engine_is_killed(
     system: System, http: httpx.AsyncClient, undisturbed: list[Answer], num_kills: int
 ) -> None:
-    """The worker lives, starts another engine and goes on in it: more than once."""
+    """The worker lives and continues all streams in another engine, more than once."""
     worker_pid, log = system.pid("worker-1"), system.data / "logs" / "worker-1.log"
     num_replaced = _num_replacements(log)
     tasks = await _start_streams(system, http)
@@ -128,7 +128,7 @@ async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
 async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     system: System, http: httpx.AsyncClient, undisturbed: list[Answer]
 ) -> None:
-    """It was given up and does not know: what it still sends and acknowledges must not count."""
+    """Frames and acknowledgements of a worker that was given up while frozen have no effect."""
     log = system.data / "logs" / "scheduler-1.log"
     num_gone = log.read_text().count("a worker is gone")
     tasks = await _start_streams(system, http)

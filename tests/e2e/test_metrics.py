@@ -1,4 +1,4 @@
-"""Prometheus finds every part of a running system, and what it finds there is true."""
+"""Metrics of a running system: Prometheus finds every part, with correct figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``millrace status``, ``down``, ``logs`` and ``models`` on a system that runs: by the commands,
-and by what its clients see."""
+"""``millrace status``, ``down``, ``logs`` and ``models`` on a running system."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ class Millrace:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """What it prints; it must succeed."""
+        """Run a command that must succeed, and return its output."""
         ran = self.run(*arguments)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
     def refusal(self, *arguments: str) -> str:
-        """Why it does not; it must say so in one sentence."""
+        """Run a command that must fail, and return its error, which must be one line."""
         ran = self.run(*arguments)
         assert ran.returncode == 2, ran.stdout
         assert ran.stderr.startswith("millrace ")
@@ -172,8 +171,8 @@ def test_logs_are_told_in_the_order_of_time(millrace: Millrace) -> None:
 async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
     async with httpx.AsyncClient(base_url=millrace.system.http, timeout=60.0) as http:
         streaming = asyncio.create_task(ask_sse(http, "Go on.", max_tokens=120))
-        said = await millrace.background("models", "add", "small", "--model", str(tiny))
-        assert "small is served, by 1 worker" in said
+        output = await millrace.background("models", "add", "small", "--model", str(tiny))
+        assert "small is served, by 1 worker" in output
         assert not streaming.done()
         for _ in range(20):  # whichever gateway it is
             async with httpx.AsyncClient(base_url=millrace.system.http) as other:
@@ -215,7 +214,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._run()) for _ in range(num_clients)]
 
     async def stream(self, num_tokens: int) -> str:
-        """The version that answered, with as many tokens as were asked for."""
+        """Return the version that answered, with the requested number of tokens."""
         stream = await self._client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": "Go on."}],
@@ -260,12 +259,12 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     before = asyncio.create_task(load.stream(60))
     await load.has("demo", alone=True)
     promote = ("models", "promote", "demo@v2", "--min-requests", "3", "--canary", "30")
-    said = await millrace.background(
+    output = await millrace.background(
         *promote,
         *("--model", str(ROOT / "registry" / "demo" / "model"), "--step", "40"),
         *("--interval", "1s", "--abort-if", "error_rate>0.5 or ttft_p99>60s"),
     )
-    assert said.splitlines()[-3:] == [
+    assert output.splitlines()[-3:] == [
         "demo@v2 answers 30 % of the requests for demo",
         "demo@v2 answers 70 % of the requests for demo",
         "demo@v2 answers for demo; demo may be retired",
@@ -278,11 +277,11 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     during = asyncio.create_task(load.stream(150))
     published = ("publish", "--model", "demo", "--prompt", "Go on.", "--max-tokens", "2")
     assert await millrace.background(*published)
-    said = await millrace.background("models", "rollback", "demo")
-    assert said == "aborted (by hand): demo answers for demo\n"
+    output = await millrace.background("models", "rollback", "demo")
+    assert output == "aborted (by hand): demo answers for demo\n"
     await load.has("demo", alone=True)
 
-    # One that does badly is left by itself.
+    # The rollout aborts by itself if the version does badly.
     rule = ("--abort-if", "error_rate>0.5 or ttft_p50>1us", "--interval", "30s")
     ran = await asyncio.to_thread(millrace.run, *promote, *rule)
     assert ran.returncode == 1, ran.stderr
@@ -309,8 +308,8 @@ async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -
     await eventually(lambda: versions() == {"demo", "demo@v2"}, timeout_s=30.0)
 
 
-def test_what_cannot_be_disturbs_nothing(millrace: Millrace) -> None:
-    for arguments, says in (
+def test_an_impossible_change_disturbs_nothing(millrace: Millrace) -> None:
+    for arguments, message in (
         (("add", "x", "--model", "/nowhere/at/all"), "does not exist"),
         (("add", "x", "--model", "/tmp"), "config.json"),
         (("add", "x y", "--model", "demo"), "text without spaces"),
@@ -326,7 +325,7 @@ def test_what_cannot_be_disturbs_nothing(millrace: Millrace) -> None:
         (("remove", "nope"), "there is no model 'nope'"),
         (("remove", "demo"), "demo is the only model"),
     ):
-        assert says in millrace.refusal("models", *arguments)
+        assert message in millrace.refusal("models", *arguments)
     assert [model["name"] for model in millrace.status()["models"]] == ["demo"]
     millrace.becomes_well()
 
@@ -349,7 +348,7 @@ def test_a_model_whose_worker_does_not_come_up_is_not_added(
 @pytest.mark.slow(reason="starts a second system; tests/cli covers down and remembered models")
 def test_models_are_remembered_and_down_ends_all(millrace: Millrace, tiny: Path) -> None:
     """Last, since it stops the system."""
-    # One whose engine computes, beside those that do not.
+    # A model of the real engine besides models of the fake engine.
     millrace("models", "add", "kept", "--model", str(tiny), "--engine", "real", "--workers", "2")
     assert next(one for one in millrace.status()["models"] if one["name"] == "kept") == {
         "name": "kept",

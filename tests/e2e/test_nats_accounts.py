@@ -57,7 +57,7 @@ async def redis(system: GuardedSystem) -> AsyncIterator[RedisLink]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def limits(redis: RedisLink) -> Callable[..., Awaitable[None]]:
-    """Give the tenant limits, and forget what it has used."""
+    """Set limits of the tenant and reset its usage."""
 
     async def give(**limits: Any) -> None:
         for name in ("lim", "run", "hold"):
@@ -76,7 +76,7 @@ async def spent(redis: RedisLink) -> Decimal:
 
 
 async def records(system: GuardedSystem, request_id: str) -> list[RequestRecord]:
-    """Those that are in the outbox."""
+    """Return the request's records in the outbox."""
     client = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
     try:
         manager = client.jsm()
@@ -293,7 +293,7 @@ async def test_a_job_is_charged_once_though_its_scheduler_and_worker_die(
 async def test_a_refusal_comes_to_the_tenants_own_listener(
     service: Service, limits: Callable[..., Any]
 ) -> None:
-    """As a client gets it that was written from the README."""
+    """A client written from the README reads the refusal."""
     await service.publish("foreign-1", reply="my-go-client")
     end = await service.ended("foreign-1")
     assert (end["type"], end["code"]) == ("failed", "reply_forbidden")
@@ -312,12 +312,12 @@ async def test_a_second_publisher_gets_the_answer_too(
 ) -> None:
     """The same id with another reader, while it runs and after its end."""
     request_id = f"twice-{encoding}"
-    told: list[dict[str, Any]] = []
+    frames: list[dict[str, Any]] = []
     operator = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
 
     async def on_frame(message: Msg) -> None:
         decode = json.loads if encoding == "json" else msgspec.msgpack.decode
-        told.append(decode(message.data))
+        frames.append(decode(message.data))
 
     async def publish_again() -> None:
         job = {
@@ -339,11 +339,11 @@ async def test_a_second_publisher_gets_the_answer_too(
     for num_ends in (1, 2):
         await publish_again()
         await eventually(
-            lambda num_ends=num_ends: [one["type"] for one in told].count("done") == num_ends,
+            lambda num_ends=num_ends: [one["type"] for one in frames].count("done") == num_ends,
             WITHIN_S,
             "the second reader's end",
         )
-        token_ids = [one for frame in told for one in frame.get("token_ids", ())]
+        token_ids = [one for frame in frames for one in frame.get("token_ids", ())]
         assert token_ids == service.token_ids(request_id) * num_ends
     assert len(token_ids) == 200
     assert (await service.ended(request_id))["type"] == "done"

@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a system that ``millrace up`` runs: nothing."""
+"""Protection of a system of ``millrace up`` from other users of the machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def is_open_to_others(path: Path) -> bool:
 
 
 def as_nobody() -> None:
-    """Be a user who owns nothing, where there is a way to."""
+    """Run as a user without files, where that is possible."""
     if os.getuid() == 0:
         nobody = pwd.getpwnam("nobody")
         os.setgroups([])
@@ -138,8 +138,10 @@ def test_servers_listen_on_loopback_only(system: System) -> None:
 
 @pytest.fixture
 def way_in(system: System) -> Iterator[Path]:
-    """A file beside those of the system that everybody may read, in folders that everybody may
-    enter: what keeps others out is what the system itself closed."""
+    """Write a file that everybody may read beside the system's, in folders open to everybody.
+
+    Only the system's own permissions keep other users out.
+    """
     usual = {
         folder: stat.S_IMODE(folder.stat().st_mode)
         for folder in (system.data, *system.data.parents)
@@ -157,7 +159,7 @@ def way_in(system: System) -> Iterator[Path]:
 
 
 def test_another_user_reads_no_file_and_connects_to_no_server(system: System, way_in: Path) -> None:
-    """A child that is nobody: as itself it could do all of this."""
+    """The child runs as the user nobody; without that it could do all of this."""
     ports = [urlsplit(system.endpoints[name]).port for name in ("nats", "redis", "clickhouse")]
     files = [str(way_in), str(system.data / "credentials.json")]
     files += [
@@ -181,7 +183,7 @@ def test_another_user_reads_no_file_and_connects_to_no_server(system: System, wa
     assert found["said"]["clickhouse"].startswith("401 Code: 516")
 
 
-def test_who_may_read_the_files_gets_through(system: System) -> None:
+def test_a_user_who_may_read_the_files_connects(system: System) -> None:
     """Clients that know no command of ours: by the addresses that are written down for them."""
     url = (system.data / "run" / "clickhouse.url").read_text().strip()
     client = clickhouse_connect.get_client(dsn=url, database="millrace")
@@ -194,7 +196,7 @@ def test_who_may_read_the_files_gets_through(system: System) -> None:
 
 
 async def test_the_stand_in_for_kafka_has_no_passwords(system: System) -> None:
-    """Not as it should be, but as it is said."""
+    """The missing passwords are a limitation, which the command states."""
     client = AIOKafkaAdminClient(bootstrap_servers=system.endpoints["kafka"])
     await client.start()
     assert subjects.REQUESTS_TOPIC in await client.list_topics()
@@ -208,10 +210,10 @@ async def test_a_loss_of_nats_is_logged_without_its_password(system: System) -> 
     await eventually(
         lambda: "the NATS server is reachable again" in log.read_text(), timeout_s=60.0
     )
-    said = [line for line in log.read_text().splitlines() if "the NATS server is" in line]
-    assert any("***@127.0.0.1" in line for line in said)
+    lines = [line for line in log.read_text().splitlines() if "the NATS server is" in line]
+    assert any("***@127.0.0.1" in line for line in lines)
     secrets = secrets_of(system)
-    assert not [secret for secret in secrets for line in said if secret in line]
+    assert not [secret for secret in secrets for line in lines if secret in line]
     published = subprocess.run(
         [
             *(

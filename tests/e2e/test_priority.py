@@ -1,4 +1,4 @@
-"""One tenant's requests at a worker that is busy: the lowest ``priority`` is served first."""
+"""Requests of one tenant at a busy worker: the lowest ``priority`` is served first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _ask(socket: websockets.ClientConnection, name: str, **options: Any) -
 
 
 async def _names_of(socket: websockets.ClientConnection, kind: str, count: int) -> list[str]:
-    """Whose messages of a kind come next, until so many came."""
+    """Return the ids of the next ``count`` requests with a message of this kind, in order."""
     names: list[str] = []
     while len(names) < count:
         message = json.loads(await socket.recv())

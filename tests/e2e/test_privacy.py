@@ -1,4 +1,4 @@
-"""What callers ask and are answered stays between them and the model."""
+"""Prompts and answers appear in no log, metric or table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 
 def _rows_with(system: System, table: str, word: str) -> int:
-    """In how many rows some column has the word."""
+    """Count the table's rows in which a column contains the word."""
     sql = f"SELECT count() AS n FROM {table} WHERE position(toString(tuple(*)), '{word}') > 0"
     return int(system.sql(sql)[0]["n"])
 

@@ -58,7 +58,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guar
 
 
 async def run(system: GuardedSystem, command: list[str]) -> dict[str, Any]:
-    """What a publisher printed. It gets the address, the user and the password apart."""
+    """Run a publisher and return its output. Address, user and password are separate variables."""
     environment = {
         "NATS_URL": system.nats.url,
         "NATS_USER": ACME.user,
@@ -79,8 +79,8 @@ async def run(system: GuardedSystem, command: list[str]) -> dict[str, Any]:
             process.kill()
             await process.wait()
     assert process.returncode == 0, errors.decode()[-2_000:]
-    told: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
-    return told
+    printed: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
+    return printed
 
 
 @pytest.mark.slow(reason="builds and runs clients in Rust, JavaScript and Java")
@@ -89,11 +89,11 @@ async def run(system: GuardedSystem, command: list[str]) -> dict[str, Any]:
 async def test_a_publisher_reads_frames_and_results_and_cancels(
     system: GuardedSystem, client: Callable[[], list[str]]
 ) -> None:
-    told = await run(system, await asyncio.to_thread(client))
-    assert told["end"] == "done"
-    assert told["asked"] == told["stored"]
-    assert (told["asked"]["status"], told["asked"]["text"]) == ("done", told["text"])
-    assert told["text"]
-    assert told["cancelled"] == "cancelled"
-    assert told["unknown"]["error"]["code"] == "result_not_found"
-    assert told["foreign"] is False
+    printed = await run(system, await asyncio.to_thread(client))
+    assert printed["end"] == "done"
+    assert printed["asked"] == printed["stored"]
+    assert (printed["asked"]["status"], printed["asked"]["text"]) == ("done", printed["text"])
+    assert printed["text"]
+    assert printed["cancelled"] == "cancelled"
+    assert printed["unknown"]["error"]["code"] == "result_not_found"
+    assert printed["foreign"] is False

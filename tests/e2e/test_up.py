@@ -73,7 +73,7 @@ def test_sql_reads_the_running_store(system: System) -> None:
 
 
 def test_other_commands_reach_the_running_system(system: System) -> None:
-    """Whatever proxies the shell has."""
+    """Commands reach the system if the shell has proxy variables."""
     where = ("--data", str(system.data))
     used = _cli("usage", "--from", "2020-01-01", "--format", "json", *where)
     assert used.returncode == 0, used.stderr

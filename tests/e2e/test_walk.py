@@ -1,4 +1,4 @@
-"""One request travels the whole way, through every API, and leaves one true record."""
+"""Path of one request through the whole system, by every API, to one correct record."""
 
 from __future__ import annotations
 
@@ -125,22 +125,22 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
 
 
 async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: System) -> None:
-    """No headers, an id that comes again, and what is no job: with nats-py alone."""
+    """The service uses plain nats-py and sends no headers, a repeated id and a malformed job."""
     connection = await nats.connect((system.data / "run" / "nats.url").read_text().strip())
     frames: dict[str, list[str]] = {}
 
     async def ask(reply: str, **job: Any) -> list[str]:
         """The types of the frames, or the code of a failure, until the end."""
-        told = frames.setdefault(reply, [])
+        received = frames.setdefault(reply, [])
         subscription = await connection.subscribe(f"tok.{reply}.>")
         await connection.jetstream().publish(
             "jobs.demo.free", json.dumps(job | {"model": "demo", "reply": reply}).encode()
         )
-        while not {"done", "duplicate", "malformed_message"}.intersection(told):
+        while not {"done", "duplicate", "malformed_message"}.intersection(received):
             frame = json.loads((await subscription.next_msg(30.0)).data)
-            told.append(frame.get("code") or frame["type"])
+            received.append(frame.get("code") or frame["type"])
         await subscription.unsubscribe()
-        return told
+        return received
 
     request_id = f"json-{uuid.uuid4().hex[:8]}"
     question = {"prompt": "What is TTFT?", "sampling": {"max_tokens": 4}}

@@ -15,7 +15,7 @@ from tests.support.servers import RedisServer
 
 @pytest.fixture(autouse=True)
 def clean_redis(request: pytest.FixtureRequest) -> None:
-    """Tests share a redis-server; each begins without what the ones before left there."""
+    """Empty the shared redis-server before each test."""
     if "redis_server" not in request.fixturenames:
         return
     server: RedisServer = request.getfixturevalue("redis_server")

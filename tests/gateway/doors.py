@@ -1,4 +1,4 @@
-"""What each door that takes a model's name may be asked, but for the name."""
+"""Request bodies, without the model's name, for each API that takes one."""
 
 from __future__ import annotations
 

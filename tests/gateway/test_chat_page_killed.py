@@ -1,4 +1,4 @@
-"""The chat page while its gateway is killed: another one on the port goes on with the answer."""
+"""Chat page whose gateway is killed: another gateway on the port continues the answer."""
 
 from __future__ import annotations
 

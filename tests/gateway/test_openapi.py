@@ -1,4 +1,4 @@
-"""The checked-in contracts are the ones that the schemas make, and tell of all that is served."""
+"""Checked-in OpenAPI contracts, against the schemas and the served routes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def references(node: object) -> set[str]:
         ("websocket.schema.json", openapi.websocket_text),
     ],
 )
-def test_it_is_not_stale(name: str, made: Any) -> None:
+def test_the_openapi_documents_are_not_stale(name: str, made: Any) -> None:
     stale = "run: python -m millrace.gateway.openapi.document"
     assert (_DOCS / name).read_text(encoding="utf-8") == made(), stale
 
@@ -79,7 +79,7 @@ def test_every_reference_leads_somewhere(made: Any) -> None:
             node = node[key]
 
 
-def test_every_schema_is_one() -> None:
+def test_every_schema_is_a_valid_json_schema() -> None:
     for schema in openapi.openapi_document()["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     Draft202012Validator.check_schema(openapi.websocket_schema())
@@ -127,7 +127,7 @@ def test_operations_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_ranges_are_those_of_sampling(name: str) -> None:
-    """What the document allows at its edges is taken, and what is beyond them is not."""
+    """Values at the bounds of the document are accepted, and values beyond them are refused."""
     bounds = SAMPLING[name]
 
     def parse(value: float) -> None:

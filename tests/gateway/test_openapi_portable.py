@@ -70,7 +70,7 @@ def _within(place: Place, schema: Json) -> Iterator[tuple[Place, Json]]:
 
 
 def _faults(place: Place, schema: Json) -> Iterator[str]:
-    """Yield what some generator cannot read of this schema."""
+    """Yield parts of this schema that some generator cannot read."""
     kind = schema.get("type")
     is_component = len(place) == 2
     options = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
@@ -150,7 +150,7 @@ def test_generators_can_read_the_messages_of_the_socket() -> None:
         {"anyOf": [{"$ref": "#/components/schemas/A"}, {"type": "null"}]},
     ],
 )
-def test_the_test_sees_each_kind(schema: Json) -> None:
+def test_each_kind_of_fault_is_found(schema: Json) -> None:
     assert list(_faults(("components", "A", "properties", "b"), schema))
 
 
@@ -173,9 +173,8 @@ def test_fields_of_requests_have_no_default() -> None:
             assert "default" not in schema, place
 
 
-def test_names_are_no_others() -> None:
-    """A schema is named neither like what generators make for an operation, nor like a type that
-    clients bring."""
+def test_schema_names_do_not_collide_with_generated_names() -> None:
+    """Names differ from the names that generators make for operations and from clients' types."""
     document = _document()
     operations = [
         one["operationId"] for path in document["paths"].values() for one in path.values()

@@ -44,7 +44,7 @@ async def worker(bus: NatsBus) -> AsyncIterator[EchoWorker]:
 
 @pytest.fixture
 async def start(nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts gateways on a port; those that still run at the end are killed."""
+    """Yield a function that starts gateways on a port; running ones are killed at the end."""
     write_checkpoint(tmp_path / "tiny")
     catalogue = tmp_path / "models.yaml"
     catalogue.write_text("models:\n  tiny:\n    source: ./tiny\n")
@@ -58,7 +58,7 @@ async def start(nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Start]
             env=os.environ
             | {
                 "MILLRACE_NATS__URL": nats_config.url,
-                # Nobody's, where others on this machine may have theirs.
+                # No server: the default port may have another Redis of this machine.
                 "MILLRACE_REDIS__URL": "redis://127.0.0.1:1/0",
                 "MILLRACE_CATALOGUE": str(catalogue),
                 "MILLRACE_GATEWAY__PORT": str(port),
@@ -87,7 +87,7 @@ async def ready(process: asyncio.subprocess.Process) -> None:
     raise AssertionError(f"the gateway did not start:\n{seen.decode()}")
 
 
-async def test_it_serves_drains_and_ends(start: Start, worker: EchoWorker) -> None:
+async def test_a_gateway_process_serves_drains_and_ends(start: Start, worker: EchoWorker) -> None:
     port = free_port()
     process = await start(port)
     await ready(process)

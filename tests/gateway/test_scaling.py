@@ -1,4 +1,4 @@
-"""What a gateway tells autoscalers, and what it does while a model has no worker."""
+"""Metrics of a gateway for autoscalers, and requests while a model has no worker."""
 
 from __future__ import annotations
 

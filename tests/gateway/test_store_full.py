@@ -1,4 +1,4 @@
-"""A store without room: refused at the door, named, and nothing that was accepted is lost."""
+"""Full store: new requests are refused with its name, and no accepted request is lost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_every_door_refuses_while_a_stream_is_given_up_and_opens_again(
     assert list(health.json()["stores"]) == ["nats"]
     assert 'millrace_store_healthy{store="nats"} 0.0' in (await http.get("/metrics")).text
     front.broker.stop()
-    front.broker.start()  # as a supervisor, or whoever is on call, would
+    front.broker.start()  # as a supervisor or an operator does
     await _is(http, "ok")
     assert (await http.post(_PATH, json=_CHAT)).status_code == 200
 
@@ -86,7 +86,7 @@ async def test_what_was_accepted_ends_though_nothing_new_is(
 
 
 async def _write_on(client: Redis) -> None:
-    """Until that is refused: the last page may have some room."""
+    """Write until Redis refuses: the last page may have some room."""
     while True:
         await client.set("key", "x" * 1_000)
 
@@ -98,8 +98,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 async def test_redis_cannot_write_its_log_and_can_again(disk: SmallDisk) -> None:
-    """What needs Redis is refused, and says why; the rest is served as while Redis is
-    unreachable."""
+    """Requests that need Redis are refused with the reason; others are served as without Redis."""
     server = RedisServer(disk.path, appends=True)
     server.start()
     config = RedisConfig(url=f"{server.url}/0")

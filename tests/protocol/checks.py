@@ -1,4 +1,4 @@
-"""What must be true at every moment, and once everything has come to rest."""
+"""Invariants that hold at every moment or once the system is at rest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.protocol.clients import Asked
 from tests.protocol.system import System
 from tests.scheduler.integrity import check_integrity
 
-# Ends are told by notices; one that was missed is found within half a minute.
+# Notices announce ends; a missed end is found within half a minute.
 _REST_WITHIN_S = 90.0
 _LOOK_EVERY_S = 1.0
 _END_WITHIN_S = 300.0
 
 
 def check_now(system: System) -> None:
-    """At every moment."""
+    """Check the invariants that hold at every moment."""
     assert not system.wrongs, system.wrongs
     for worker in system.workers.values():
         process = worker.process
@@ -53,7 +53,7 @@ def records(system: System) -> dict[str, RequestRecord]:
 
 
 def come_to_rest(system: System) -> None:
-    """Nothing goes wrong any more: all must end, and nothing be left behind."""
+    """Run without further faults until all requests have ended and no trace of them remains."""
     deadline_s = system.clock.monotonic() + _END_WITHIN_S
     while unfinished := _unfinished(system):
         assert system.clock.monotonic() < deadline_s, f"no end of {unfinished}"
@@ -88,31 +88,31 @@ def _check_ends(system: System) -> None:
     known = records(system)
     for asked in system.asked.values():
         codes = [one.code for one in asked.terminals if isinstance(one, Failed)]
-        # Whoever took it over knows from the index alone that it is over, and somebody may have
-        # died, or Redis been away, before that was told.
+        # A gateway that took the request over knows its end from the index alone. The worker may
+        # have died, or Redis been away, before the index had it.
         assert "request_timeout" not in codes or asked.num_moves, f"{asked.request_id} hung"
         record = known.get(asked.request_id)
         if record is not None:
             _check_record(asked, record)
             if asked.question.job.store_result:
                 _check_result(system, asked, record)
-    assert known.keys() <= system.asked.keys(), "records of nobody's requests"
+    assert known.keys() <= system.asked.keys(), "records of unknown requests"
 
 
 def _check_record(asked: Asked, record: RequestRecord) -> None:
     job, num_tokens = asked.question.job, len(asked.question.token_ids)
-    told = f"{asked.request_id} is recorded as {record.status.value}"
+    claim = f"{asked.request_id} is recorded as {record.status.value}"
     match record.status:
         case Status.DONE:
-            assert record.completion_tokens == num_tokens, f"{told} with too few tokens"
+            assert record.completion_tokens == num_tokens, f"{claim} with too few tokens"
         case Status.CANCELLED:
-            assert asked.may_be_cancelled, told
+            assert asked.may_be_cancelled, claim
         case Status.EXPIRED:
-            assert job.deadline_ns is not None, told
+            assert job.deadline_ns is not None, claim
         case Status.SHED:
-            raise AssertionError(told)
+            raise AssertionError(claim)
         case Status.FAILED:
-            assert record.error_code, told
+            assert record.error_code, claim
     assert record.tenant == job.tenant, "a record of another tenant's"
 
 

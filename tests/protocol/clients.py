@@ -1,4 +1,4 @@
-"""Who asks: what a client has read, and what it had to read."""
+"""Clients of the simulated system: frames that they have read, and frames that they must read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
 from millrace.schemas.jobs import Job
 
-# What may become of a request whose workers keep dying, or whose answer nobody kept.
+# Possible failures of a request whose workers keep dying, or whose answer was lost.
 _FAILURES = frozenset(
     {
         *("poison", "engine_killed", "too_many_attempts", "too_many_deliveries"),
@@ -32,10 +32,10 @@ class Question:
 class Asked:
     """A question on its way through the system.
 
-    ``is_accepted`` once the queue has confirmed it; ``is_refused`` if nobody did, though it may be
-    stored. ``origin`` is the gateway that its frames are addressed to, ``holder`` the one that has
-    its client. ``may_be_cancelled`` and ``may_be_late``: somebody did not want it, or not that
-    late. ``wrongs`` is what should not be.
+    ``is_accepted`` once the queue has confirmed it; ``is_refused`` without confirmation, though it
+    may be stored. ``origin`` is the gateway to which its frames are addressed, ``holder`` the
+    gateway of its client. ``may_be_cancelled``: it was cancelled. ``wrongs`` lists the errors
+    found.
     """
 
     question: Question
@@ -69,7 +69,7 @@ class Asked:
         self.wrongs.append(f"{self.request_id}: {what}")
 
     def forget_tail(self, num_tokens: int) -> None:
-        """The last of what its gateway sent did not arrive."""
+        """Drop the last frames, as if they had not arrived from the gateway."""
         num_kept = max(0, len(self.token_ids) - num_tokens)
         del self.token_ids[num_kept:]
         self.texts = self.texts[:num_kept]
@@ -107,7 +107,7 @@ class Asked:
 
 
 class Holder(Protocol):
-    """What a reader needs of its gateway."""
+    """Gateway as a reader sees it."""
 
     def soon(self, callback: Callable[[], None]) -> None: ...
 
@@ -117,7 +117,7 @@ class Holder(Protocol):
 
 
 class Reader(Client):
-    """One connection of a client at one gateway."""
+    """Connection of one client at one gateway."""
 
     def __init__(self, gateway: Holder, asked: Asked) -> None:
         super().__init__(limit_bytes=1 << 30)

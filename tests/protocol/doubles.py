@@ -1,4 +1,4 @@
-"""Whether two workers go on with one request: that is wasted, and only epochs keep it harmless."""
+"""Detection of two workers that continue one request: wasted work, harmless only by epochs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _NEVER_S = 1e9
 
 
 class Gateway:
-    """One life. ``gateway_id`` stays over lives."""
+    """Incarnation of a gateway. ``gateway_id`` is the same for all incarnations."""
 
     def __init__(
         self,
@@ -87,8 +87,10 @@ class Gateway:
         self.table.accept(stream, published.stream_sequence)
 
     async def resume(self, asked: Asked) -> None:
-        """Go on with what another connection began, from the first token that is missing; not if
-        the client's connection is gone before anything could be sent to it."""
+        """Resume a request of another connection from its first missing token.
+
+        Do nothing if the client's connection is gone before a frame could be sent to it.
+        """
         is_dead = False
         connection = asked.num_moves
         if asked.holder != self.gateway_id:
@@ -118,15 +120,15 @@ class Gateway:
             return None
 
     async def publish(self, asked: Asked) -> None:
-        """For nobody who listens. Raises MillraceError: it was perhaps not stored."""
+        """Publish a job without a listener. Raises MillraceError: it may have been stored."""
         await self._bus.jobs.publish(asked.question.job)
 
     def cancel(self, request_id: str) -> None:
-        """On behalf of somebody who owns the request."""
+        """Cancel a request as its owner does."""
         self.process.spawn(self._bus.control.cancel(Cancel(request_id=request_id)))
 
     def disconnect(self, asked: Asked) -> None:
-        """The client's connection is gone; it may come back for a while."""
+        """Close the client's connection; the client may return for a while."""
         stream = self.table.get(asked.request_id)
         self._close(asked.request_id)
         if stream is not None:
@@ -163,7 +165,7 @@ class Gateway:
 
 
 class _Nobody(Client):
-    """In the place of a client that may come back."""
+    """Stand-in for a client that may return."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(limit_bytes=1 << 30)
@@ -182,4 +184,4 @@ class _Nobody(Client):
 
 
 def _ignore(_stream: OpenStream) -> None:
-    """Nobody counts them."""
+    """Do nothing: stream ends are not counted here."""

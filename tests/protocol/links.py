@@ -1,4 +1,4 @@
-"""One process's view of the bus: as ``bus.memory``, through connections that can break."""
+"""Bus as one process sees it: ``bus.memory`` through connections that can break."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LATENCIES_S = (0.000_3, 0.001, 0.005)
 
 
 class Link:
-    """The way of one process to a server and back, for what the server confirms."""
+    """Path of one process to a server and back, for confirmed messages."""
 
     def __init__(self, process: Process, clock: Clock, draw: random.Random) -> None:
         self.process = process
@@ -251,7 +251,7 @@ class FaultyBus:
 
 
 class SharedIndex:
-    """What Redis has. While it is unreachable nothing is known, and writes are lost."""
+    """Fake of Redis. While it is unreachable, reads find nothing and writes are lost."""
 
     def __init__(self) -> None:
         self.is_away = self.was_away = False
@@ -266,7 +266,7 @@ class SharedIndex:
     def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int
     ) -> JobClaim | None:
-        """By the rule of ``bus.running_requests``."""
+        """Claim a request by the rule of ``bus.running_requests``."""
         first = self.claims.get(request_id)
         if self.is_away:
             return None
@@ -278,7 +278,7 @@ class SharedIndex:
         return None
 
     def write(self, request_id: str, entry: RunningRequest, lease: str) -> None:
-        """By the rule of ``bus.running_requests``."""
+        """Write an entry by the rule of ``bus.running_requests``."""
         known = self.known.get(request_id)
         if entry.epoch == 0 and request_id in self.claims:
             return

@@ -23,7 +23,7 @@ def ask_something(
     is_for_nobody: bool = False,
     is_stored: bool = False,
 ) -> None:
-    """One request, of a tier and a tenant that are drawn. ``lives_s`` 0: it has no deadline."""
+    """Send one request of a random tier and tenant. ``lives_s`` 0 means no deadline."""
     if len(it.asked) >= MOST_REQUESTS:
         return
     number, now_ns = len(it.asked), it.clock.now_ns()

@@ -22,8 +22,12 @@ _HOP_S = 0.000_2
 
 @dataclass
 class Weather:
-    """What the network does to core messages: each takes up to ``delay_s``; shares of them come
-    twice or get lost; ``reorders``: also those of one sender may overtake one another."""
+    """Faults of the network for core messages.
+
+    Each message takes up to ``delay_s``. ``share_twice`` and ``share_lost`` are the shares of
+    messages that come twice or get lost. ``reorders``: messages of one sender may overtake one
+    another too.
+    """
 
     delay_s: float = 0.0
     share_twice: float = 0.0
@@ -94,7 +98,7 @@ class FaultyTransport:
     ) -> None:
         is_heard = self._broker.publish(subject, payload, headers, reply)
         if reply and not is_heard and self._broker.up:
-            self._broker.publish(reply, b"")  # the server says that nobody is there
+            self._broker.publish(reply, b"")  # the server reports no responder
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscriber:
         await self._process.running()
@@ -134,7 +138,7 @@ class FaultyTransport:
 
 
 def _kind(subject: str) -> str:
-    """By what traps know it: the first word, with the second of ``ctl``."""
+    """Return the name by which traps know a subject: its first word, or the word after ``ctl``."""
     words = subject.split(".")
     return words[1] if words[0] == "ctl" else words[0]
 

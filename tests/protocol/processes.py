@@ -1,6 +1,6 @@
 """Processes that share one event loop, and can still be killed, frozen and cut off one by one.
 
-A process is a context: whatever task is made in it, or in a callback that it gets, belongs to it.
+A process is a context: a task made in it, or in a callback that it gets, belongs to it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _owner: ContextVar[Process | None] = ContextVar("_owner", default=None)
 
 
 class Trap:
-    """Kills its process when it does ``kind`` the next time: just before, or once it was done and
-    before it is told so."""
+    """Trap that kills its process at the next action ``kind``.
+
+    It strikes just before the action, or after it and before the process hears of its success.
+    """
 
     def __init__(self, kind: str, *, is_after: bool) -> None:
         self.kind = kind
@@ -27,9 +29,12 @@ class Trap:
 
 
 class Process:
-    """One life of a process. ``on_death`` is called when it was killed, or has ended by itself;
-    ``failure`` is what its main task ended with, if that was an error. ``is_shaken`` is set when
-    it was out of touch for whatever time; whoever looks at that clears it."""
+    """Incarnation of a process.
+
+    ``on_death`` is called when the process was killed or has ended by itself. ``failure`` is the
+    error of its main task, if it ended with one. ``is_shaken`` is set once the process was
+    disconnected or frozen for any time; its reader clears it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,13 +89,13 @@ class Process:
             self._context.copy().run(callback)
 
     async def running(self) -> None:
-        """Returns while it runs: later for one that is frozen, never for one that is dead."""
+        """Wait until the process runs: a frozen process waits, a dead one never returns."""
         await self._is_running.wait()
         if not self.is_alive:
             await asyncio.get_running_loop().create_future()
 
     async def passes(self, kind: str, *, is_after: bool) -> None:
-        """It is about to do something, or has done it: where traps are."""
+        """Die at the trap of this kind, if one is set for the moment before or after the action."""
         trap = self.trap
         if trap is not None and trap.kind == kind and trap.is_after == is_after:
             self.kill()
@@ -120,18 +125,18 @@ class Process:
             self._context.copy().run(self._arrived.popleft())
 
     def cut(self) -> None:
-        """Its connection is gone."""
+        """Break the process's connection."""
         self.is_cut = self.is_shaken = True
 
     def mend(self) -> None:
-        """It is connected again, and is told so."""
+        """Restore the process's connection and notify the process."""
         if self.is_cut and self.is_alive:
             self.is_cut = False
             for callback in list(self.on_mended):
                 self.receive(callback)
 
     async def reap(self) -> None:
-        """End what is left of its tasks."""
+        """Kill the process and wait for the end of its tasks."""
         self.kill()
         while self._tasks:
             for task in self._tasks:
@@ -144,7 +149,7 @@ def task_factory(
     work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[Any]:
-    """Each task is its process's."""
+    """Make a task that belongs to the process of its context."""
     task = asyncio.Task(work, loop=loop, context=context)
     owner = _owner.get() if context is None else context.get(_owner)
     if owner is not None:
@@ -153,4 +158,4 @@ def task_factory(
 
 
 def _ignore() -> None:
-    """Nobody has asked to hear it."""
+    """Do nothing."""

@@ -53,7 +53,7 @@ _SCHEDULER = SchedulerConfig(
     models=(MODEL,),
     dispatch_timeout_s=0.3,
     resume_timeout_s=0.3,
-    # However long Redis is unreachable, nobody is refused for that.
+    # No request is refused because Redis is unreachable, for any time.
     tiers=TierPolicies(
         enterprise=TierPolicy(weight=8.0),
         pro=TierPolicy(weight=4.0),
@@ -83,7 +83,7 @@ class WorkerLife:
         self.stopping = asyncio.Event()
 
     def running(self) -> list[str]:
-        """The requests that its engine goes on with."""
+        """Requests that the worker's engine runs."""
         batch = self.engine._batch
         sequences = [*batch.running, *batch.waiting]
         return [sequence.request_id.rpartition(":")[0] for sequence in sequences]
@@ -99,10 +99,10 @@ class SchedulerLife:
 
 
 class System:
-    """Everything in one loop of its own; ``pass_s`` is how time goes on.
+    """Simulated system in one event loop; ``pass_s`` advances its time.
 
-    Each process has a name, under which its next life starts: ``restarts_after_s`` it has died, or
-    when ``start`` is called. ``wrongs`` is what should not have happened so far.
+    Each process has a name, under which its next incarnation starts: ``restarts_after_s`` after its
+    death, or when ``start`` is called. ``wrongs`` lists the errors found so far.
     """
 
     def __init__(self, model: ServedModel, seed: int) -> None:
@@ -136,7 +136,7 @@ class System:
         self.loop.run_until_complete(work)
 
     def pass_s(self, seconds: float) -> None:
-        """Let time go on for everybody."""
+        """Advance the time of all processes."""
         self.run(asyncio.sleep(seconds))
 
     def act(self, deed: Callable[[], object]) -> None:
@@ -148,7 +148,7 @@ class System:
         self.run(act())
 
     def errand(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Something that goes on outside the system."""
+        """Start a task outside the system."""
         task = self.loop.create_task(work, context=contextvars.Context())
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
@@ -174,7 +174,7 @@ class System:
     # --- processes ---
 
     def processes(self) -> list[Process]:
-        """Those that live, in a fixed order."""
+        """List the live processes in a fixed order."""
         processes = [
             *(worker.process for worker in self.workers.values()),
             *(scheduler.process for scheduler in self.schedulers.values()),
@@ -183,7 +183,7 @@ class System:
         return [process for process in processes if process.is_alive]
 
     def start(self, name: str) -> None:
-        """Its next life."""
+        """Start the next incarnation of the process."""
         self.act(lambda: self._launch(name))
 
     def _launch(self, name: str) -> None:
@@ -245,7 +245,7 @@ class System:
     # --- requests ---
 
     def question(self, **fields: Any) -> Question:
-        """A job, and what its answer has to be."""
+        """Make a job with its expected answer."""
         source = Source.HTTP if fields.get("reply") else Source.NATS
         job = Job(model=MODEL, source=source, **fields)
         sampling = job.sampling
@@ -276,7 +276,7 @@ class System:
             self._come_back_later(asked)
 
     async def _done(self, process: Process, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether a process has done something, and heard so."""
+        """Return whether a process has completed the work and was told of its success."""
         task = process.spawn(work)
         await asyncio.wait({task})
         if task.cancelled():
@@ -287,7 +287,7 @@ class System:
         return error is None
 
     def cancel(self, asked: Asked) -> None:
-        """Somebody else who owns the request stops it."""
+        """Cancel the request as another client of its owner."""
         asked.may_be_cancelled = True
 
         gateway = self.draw.choice(list(self.gateways.values()))
@@ -301,7 +301,7 @@ class System:
             self.act(lambda: gateway.process.do(lambda: gateway.leave(asked)))
 
     def move(self, asked: Asked, gateway: str) -> None:
-        """The client has lost its connection, and comes back at a gateway."""
+        """Disconnect the client and let it return at a gateway."""
         if asked.is_open:
             holder = self.gateways[asked.holder]
             self.act(lambda: holder.process.do(lambda: holder.disconnect(asked)))
@@ -340,11 +340,11 @@ class System:
 
 
 def _nothing() -> None:
-    """Clients of what is closed do not come back."""
+    """Do nothing: clients of a closed gateway do not return."""
 
 
 class _ErrorLog(logging.Handler):
-    """Errors that are logged are wrong, but for those about engines that were killed."""
+    """Log handler that counts errors as wrong, except errors about killed engines."""
 
     def __init__(self, wrongs: list[str]) -> None:
         super().__init__(logging.ERROR)

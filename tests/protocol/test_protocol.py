@@ -1,5 +1,7 @@
-"""The protocol against whatever can happen to it: no request is lost, none is answered twice, and
-every stream goes on where it stopped."""
+"""Protocol under random faults: no request is lost or answered twice.
+
+Every stream continues where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _GATEWAY_DEEDS = ("publish", "_INBOX", "worker", "handover", "cancel")
 
 
 def _traps(*deeds: str) -> st.SearchStrategy[tuple[str, bool]]:
-    """What a process is about to do, or has just done, when it dies."""
+    """Draw an action, and whether the process dies before or after it."""
     return st.tuples(st.sampled_from(deeds), st.booleans())
 
 
@@ -49,8 +51,11 @@ def _model() -> ServedModel:
 
 
 class Protocol(RuleBasedStateMachine):
-    """What happens, in any order. Parts that died come back only when a rule says so, or at the
-    end, when everything is whole again and all has to end."""
+    """Faults and requests in any order.
+
+    Dead parts restart only by a rule, or at the end, when all faults are repaired and all requests
+    have to end.
+    """
 
     def __init__(self) -> None:
         super().__init__()

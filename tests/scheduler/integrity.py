@@ -1,4 +1,4 @@
-"""Checks that what a scheduler counts is what there is."""
+"""Consistency checks of a scheduler's counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _check_fleet(fleet: Fleet) -> None:
     named = {(name, worker_id) for name, ids in fleet._by_name.items() for worker_id in ids}
     assert named == {(one.status.name, one.worker_id) for one in fleet._workers.values()}
     for worker_id in fleet._workers:
-        assert fleet._past.get(worker_id) != float("inf"), "one that retired is alive"
+        assert fleet._past.get(worker_id) != float("inf"), "a retired worker is alive"
     indexed = [view for views in fleet._by_model.values() for view in views.values()]
     assert sorted(map(id, indexed)) == sorted(map(id, fleet._workers.values()))
     for worker in fleet._workers.values():
@@ -47,7 +47,7 @@ def _check_worker(worker: WorkerView) -> None:
 def _check_prefixes(index: PrefixIndex) -> None:
     assert index._num_keys == sum(holder.num_keys for holder in index._holders.values())
     assert index._num_keys <= index._max_keys
-    assert all(index._masks.values()), "a key that nobody has"
+    assert all(index._masks.values()), "a key that no worker has"
     bits = 0
     for worker_id, holder in index._holders.items():
         assert index._by_bit[holder.bit] == worker_id
@@ -56,7 +56,7 @@ def _check_prefixes(index: PrefixIndex) -> None:
         assert has <= set(holder.order)
         assert holder.digest == reduce(xor, has, 0)
         bits |= holder.bit
-    assert all(mask | bits == bits for mask in index._masks.values()), "a key of one that went"
+    assert all(mask | bits == bits for mask in index._masks.values()), "a key of a gone worker"
 
 
 def _check_queue(queue: FairQueue) -> None:

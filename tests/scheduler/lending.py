@@ -1,4 +1,4 @@
-"""Workers whose blocks others can pull, and what they tell of them."""
+"""Workers from which others can pull blocks, and their statuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = tuple(range(1, 401))
 
 
 async def serving(world: World, name: str, num_slots: int = 4) -> ScriptedWorker:
-    """A worker whose blocks others can pull."""
+    """Add a worker from which others can pull blocks."""
     worker = await world.add_worker(name, num_slots)
     worker.hand_over_blocks()
     await worker.announce()

@@ -1,4 +1,4 @@
-"""Jobs as a scheduler holds them, for tests of what orders them."""
+"""Jobs as a scheduler holds them, for tests of their order."""
 
 from __future__ import annotations
 

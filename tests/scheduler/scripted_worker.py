@@ -1,4 +1,4 @@
-"""A worker without a model: it takes what it is sent, and ends what the test says."""
+"""Worker without a model: it accepts dispatches, and a test ends its jobs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ScriptedWorker:
         return self
 
     async def kill(self) -> None:
-        """As kill -9 does: not a word, and nobody is there any more."""
+        """Die as by kill -9: no message, and no subscription remains."""
         self.alive = False
         for task in self._tasks:
             task.cancel()
@@ -202,7 +202,7 @@ class ScriptedWorker:
         )
 
     async def return_job(self, request_id: str) -> None:
-        """Let others go on with a request, as a worker does that ends before it."""
+        """Return a job to the scheduler, as a worker does that ends before the job."""
         dispatch = self.running.pop(request_id)
         await self.bus.jobs.release(dispatch.lease)
         await self.bus.control.publish_ended(
@@ -272,7 +272,7 @@ class ScriptedWorker:
                 self._tasks.append(asyncio.create_task(self._tell(known)))
 
     async def _tell(self, dispatch: Dispatch) -> None:
-        """What a run took that another one goes on from."""
+        """Publish the usage of an attempt that another attempt continues."""
         await self.clock.sleep(self.last_word_after_s)
         served = (self._served(dispatch),)
         request_ids = (dispatch.job.request_id,)

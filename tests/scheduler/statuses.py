@@ -27,7 +27,7 @@ def status(worker_id: str = "w-1", name: str = "", **changes: Any) -> WorkerStat
 
 
 def view(worker_id: str = "w-1", **changes: Any) -> WorkerView:
-    """One that was heard at 0."""
+    """Return the view of a worker that was heard at time 0."""
     return WorkerView(status(worker_id, **changes), 0.0)
 
 

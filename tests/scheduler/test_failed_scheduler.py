@@ -1,4 +1,4 @@
-"""A scheduler one of whose loops fails: it lives again, from what it builds anew."""
+"""Scheduler with a failed loop: the process builds it anew."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def config(nats_config: NatsConfig, tmp_path: Path) -> Config:
     )
 
 
-async def test_it_lives_again(failing: Failing, config: Config) -> None:
-    told: list[str] = []
+async def test_a_failed_scheduler_starts_again(failing: Failing, config: Config) -> None:
+    models: list[str] = []
     bus = await nats.connect(config.nats, "test", part=Part.SCHEDULER)
-    await bus.control.subscribe_queue_status(lambda status: told.append(status.model))
+    await bus.control.subscribe_queue_status(lambda status: models.append(status.model))
     serving = asyncio.create_task(serve(config))
-    await eventually(lambda: bool(told))
+    await eventually(lambda: bool(models))
     failing.fail()
     await eventually(lambda: len(failing.lives) == 2)
-    told.clear()
-    await eventually(lambda: bool(told))
+    models.clear()
+    await eventually(lambda: bool(models))
     assert not serving.done()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await bus.close()
 
 
-async def test_after_five_failures_it_ends(failing: Failing, config: Config) -> None:
+async def test_the_process_ends_after_five_failures(failing: Failing, config: Config) -> None:
     serving = asyncio.create_task(serve(config))
     for number in range(MAX_FAILURES):
         await eventually(lambda count=number + 1: len(failing.lives) == count)

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a scheduler is what happened."""
+"""Metrics of a scheduler as Prometheus reads them."""
 
 from __future__ import annotations
 

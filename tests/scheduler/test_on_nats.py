@@ -132,7 +132,7 @@ async def test_a_job_of_an_unknown_model_is_answered(
 async def test_a_repeated_id_is_answered(
     bus: Bus, config: NatsConfig, scheduler: Scheduler, message_id: str | None
 ) -> None:
-    """By a service with a client of its own, with the id that the server drops and without one."""
+    """A plain NATS client repeats the job, with and without a message id that the server drops."""
     worker = await worker_on(config, "a")
     frames: dict[str, list[dict[str, object]]] = {"other": [], "third": []}
     service = await nats.connect(config.url)

@@ -1,4 +1,4 @@
-"""Whatever happens to the workers, each job is answered once and no epoch runs twice."""
+"""Random faults of workers: each job is answered once and no epoch runs twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several schedulers share the work as one would: what each tenant was served is known to all."""
+"""Several schedulers that share the work as one would, by publishing each tenant's service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_JOBS = {"heavy": 400, "light": 100}
 
 
 async def backlog(world: World) -> list[ScriptedWorker]:
-    """Two workers, and four times as many jobs of one tenant as of the other, of equal size."""
+    """Publish a backlog with four times as many jobs of one tenant as of the other."""
     workers = [await world.add_worker(name) for name in "ab"]
     for number in range(max(_NUM_JOBS.values())):
         for tenant, count in _NUM_JOBS.items():

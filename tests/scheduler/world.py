@@ -83,7 +83,7 @@ def load_fake(model: str) -> FakeModel:
 
 
 class FakeRunningRequests:
-    """What Redis would know."""
+    """Fake of Redis's index of running requests."""
 
     def __init__(self) -> None:
         self.known: dict[str, RunningRequest] = {}
@@ -135,8 +135,11 @@ class FakeRunningRequests:
 
 
 class KnownAdapters(AdapterDirectory):
-    """What Redis would know: ``offered`` by name and version, the newest by name alone. While it is
-    ``away`` nothing is."""
+    """Fake of Redis's adapters.
+
+    ``offered`` has them by name and version, and the newest by name alone. While ``away`` is set,
+    no adapter is found.
+    """
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(None, clock)
@@ -154,7 +157,7 @@ class KnownAdapters(AdapterDirectory):
 
 
 class KnownTenants(ReplyOwners):
-    """What Redis would know: ``tenants`` have a record."""
+    """Fake of Redis's tenants: each of ``tenants`` has a record."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -167,7 +170,7 @@ class KnownTenants(ReplyOwners):
 
 
 def job(request_id: str, **changes: object) -> Job:
-    """A job whose frames a ``World`` keeps."""
+    """Make a job whose frames a ``World`` keeps."""
     tenant = changes.get("tenant", "local")
     fields: dict[str, object] = {
         "request_id": request_id,
@@ -180,8 +183,10 @@ def job(request_id: str, **changes: object) -> Job:
 
 
 class World:
-    """Everything in one loop; ``until`` is how time goes on. With ``tiers`` each scheduler keeps
-    these limits by itself, as while Redis is unreachable."""
+    """Schedulers, workers and a client in one event loop; ``until`` advances its time.
+
+    With ``tiers`` each scheduler enforces these limits alone, as while Redis is unreachable.
+    """
 
     def __init__(
         self,
@@ -254,7 +259,7 @@ class World:
         await task
 
     async def kill_scheduler(self, index: int = 0) -> None:
-        """Without a word to anybody."""
+        """Kill a scheduler: it sends no message."""
         scheduler = self.schedulers.pop(index)
         _, task = self._running.pop(index)
         await scheduler.state.tasks.close()
@@ -262,7 +267,7 @@ class World:
         await asyncio.gather(task, return_exceptions=True)
 
     async def ended(self, index: int = 0) -> None:
-        """Wait for a scheduler that ends by itself; raises what it ends with."""
+        """Wait for a scheduler that ends by itself. Raises its error."""
         self.schedulers.pop(index)
         _, task = self._running.pop(index)
         await self.until(task.done)
@@ -296,7 +301,8 @@ class World:
         return await worker.start()
 
     async def until(self, predicate: Callable[[], bool], within_s: float = 30.0) -> None:
-        """Let virtual time go on until something holds; AssertionError after ``within_s``."""
+        """Advance virtual time until ``predicate`` holds. Raises AssertionError after ``within_s``
+        s."""
         deadline_s = self.clock.monotonic() + within_s
         while not predicate():
             assert self.clock.monotonic() < deadline_s, "it did not come about"
@@ -308,7 +314,7 @@ class World:
         await asyncio.sleep(0)
 
     async def pass_real(self, predicate: Callable[[], bool]) -> None:
-        """For what waits on the real clock: answers that time out."""
+        """Advance both clocks until ``predicate`` holds: replies time out by the real clock."""
         async with asyncio.timeout(5.0):
             while not predicate():
                 await self.clock.advance(_STEP_S)

@@ -1,4 +1,4 @@
-"""Small adapter folders without PEFT, for what does not compute with them."""
+"""Small adapter folders made without PEFT, for tests that do not compute with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates made for a test: an authority, and what it signs."""
+"""Certificates for a test: an authority and its signed pairs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-backgrou
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """It runs until the context ends."""
+    """Run Chromium until the context ends."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
         try:

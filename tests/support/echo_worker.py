@@ -238,7 +238,7 @@ class EchoWorker:
         await self._send(job, done)
 
     async def _search(self, job: Job) -> None:
-        """A beam search finds what the script says, and then that with more and more marks."""
+        """Answer a beam search with the script's text, each further beam with one more mark."""
         await self.gate.wait()
         whole, limit, epoch = self.script(job), job.sampling.max_tokens, self.epoch
         ends: list[BeamEnd] = []
@@ -364,7 +364,7 @@ def _results_of(frames: Sequence[Frame]) -> tuple[BeamResult, ...]:
 
 
 def _with_logprobs(job: Job, delta: Delta, first_rank: int) -> Delta:
-    """Each token at -0.5, and as many alternatives as were asked for a little below."""
+    """Add logprobs: -0.5 for each token, and slightly less for each requested alternative."""
     num_top = job.sampling.logprobs
     if num_top is None:
         return delta
@@ -387,7 +387,7 @@ def embedding_of(job: Job) -> bytes:
 
 
 def labels_of(job: Job, num_labels: int) -> bytes:
-    """The prompt's last token ids as numbers, those of letters around 0."""
+    """Return the prompt's last token ids as numbers; letters are near 0."""
     numbers = [(token_id - 108) / 4 for token_id in (job.prompt_token_ids or ())[-num_labels:]]
     return struct.pack(f"<{num_labels}f", *numbers, *[0.0] * (num_labels - len(numbers)))
 

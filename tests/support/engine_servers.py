@@ -22,5 +22,5 @@ def server_process(system: System, program: str, worker: str = "worker-1") -> ps
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended, though nobody may have asked how."""
+    """Return whether the process has not ended; a zombie has."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

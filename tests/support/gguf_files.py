@@ -129,7 +129,7 @@ def _add_scores(
     types: list[TokenType],
     merges: list[tuple[str, ...]],
 ) -> None:
-    """What merges say by their order, sentencepiece says by scores: the best is joined first."""
+    """Add sentencepiece scores that follow the order of merges: the best is joined first."""
     rank_of: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         rank_of.setdefault("".join(merge), rank)

@@ -70,7 +70,7 @@ class KafkaBroker(Server):
         return self._broker.command()
 
     def greets(self, connection: socket.socket) -> bool:
-        """It answers ApiVersions, which it does once it takes requests."""
+        """Return whether the broker answers ApiVersions, which it does once it serves."""
         connection.sendall(API_VERSIONS_REQUEST)
         return len(connection.recv(8)) == 8
 

@@ -1,4 +1,4 @@
-"""Limiters over a real Redis, whose time is the test's."""
+"""Limiters over a real Redis with the test's clock."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LimitBench:
         return await identity.caller_of_token(token)
 
     async def keys(self) -> set[str]:
-        """What is in Redis, but for the records."""
+        """Return the keys in Redis except for records of keys and tenants."""
         found: list[bytes] = await self.link.call("KEYS", "*")
         return {
             key.decode()

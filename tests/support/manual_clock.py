@@ -47,12 +47,12 @@ class ManualClock:
         await _settle()
 
     def skip(self, seconds: float) -> None:
-        """Move on by ``seconds`` in which nobody runs, as if the process had been stopped."""
+        """Advance by ``seconds`` without running any task, as if the process had been stopped."""
         self._elapsed_s += seconds
 
     @property
     def num_sleepers(self) -> int:
-        """How many tasks wait for this clock."""
+        """Number of tasks that wait for this clock."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
 

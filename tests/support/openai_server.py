@@ -1,4 +1,4 @@
-"""A server of OpenAI's completions that writes what a test says: an engine of kind ``openai``."""
+"""Server of OpenAI's completions with scripted text: an engine of kind ``openai``."""
 
 from __future__ import annotations
 

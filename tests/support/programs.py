@@ -9,7 +9,7 @@ from tests.support.repository import ROOT
 
 
 def is_there(program: str) -> bool:
-    """Whether a worker would find this engine's program: in ``.engines/bin``, or on the PATH.
+    """Return whether the program is in ``.engines/bin`` or on the PATH, where workers look.
 
     The tests of ``find_program`` hold the product's own search. Every run loads this file, so that
     it imports nothing of the product: a change of the workers would select all tests.

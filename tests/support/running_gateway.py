@@ -89,7 +89,7 @@ class ByteTokenizer:
 
 
 class ByteModel:
-    """What the gateway needs of a served model."""
+    """Stand-in for a served model whose tokens are bytes."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -180,7 +180,7 @@ class RunningGateway:
         return f"ws://127.0.0.1:{self.server.port}/v1/ws"
 
     def close_connections(self) -> None:
-        """Part with every client now (1012), and go on accepting."""
+        """Close every client's connection (1012) and keep accepting new ones."""
         for connection in self.connections:
             connection.shutdown()
 

@@ -1,4 +1,4 @@
-"""What Prometheus would make of a part's metrics."""
+"""Metrics of a part as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scraped:
 
     @property
     def sample_names(self) -> set[str]:
-        """What an expression may name."""
+        """Return the sample names that an expression may use."""
         return {name for name, _ in self._values}
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class Scraped:
 
 
 def exemplars_of(collector: Collector) -> dict[str, set[str]]:
-    """Those of a collector alone."""
+    """Return the exemplars of a single collector."""
     registry = CollectorRegistry()
     registry.register(collector)
     body, _ = exposition(registry, [(b"accept", b"application/openmetrics-text")])
@@ -88,7 +88,7 @@ def scrape(registry: CollectorRegistry) -> Scraped:
 
 
 def scrape_of(collector: Collector) -> Scraped:
-    """Of a collector alone."""
+    """Scrape a single collector."""
     registry = CollectorRegistry()
     registry.register(collector)
     return scrape(registry)

@@ -110,17 +110,17 @@ class ScriptedGateway:
             self._silent.update(self.sockets)
 
     def messages(self, kind: str) -> list[Json]:
-        """What clients have sent of one type."""
+        """Return the clients' messages of one type."""
         return [message for message in self.received if message["type"] == kind]
 
     async def release(self) -> None:
-        """Let streams go on to their end."""
+        """Let streams run to their end."""
         async with self._moved:
             self.hold_before = None
             self._moved.notify_all()
 
     async def say(self, message: Json) -> None:
-        """To every client."""
+        """Send a message to every client."""
         for socket in list(self.sockets):
             await socket.send_json(message)
 

@@ -22,8 +22,7 @@ _STOP_TIMEOUT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Below those that the kernel gives to whoever connects, so that a server that is killed finds its
-# own again.
+# Below the kernel's range for outgoing connections, so that a killed server finds its port free.
 _PORTS = range(21_000, 31_000)
 _picker = PortPicker()
 
@@ -35,8 +34,10 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """In a child before exec: be killed when the thread that started it ends, be it with its
-    process or before."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    Call it in a child before exec. The thread may end with its process or earlier.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -77,7 +78,7 @@ class Server:
         raise AssertionError("each server has its own command")
 
     def greets(self, connection: socket.socket) -> bool:
-        """Whether the server at the other end serves."""
+        """Return whether the server at the other end serves."""
         raise AssertionError("each server has its own greeting")
 
     def start(self) -> None:
@@ -179,7 +180,7 @@ class NatsServer(Server):
 
 
 class RedisServer(Server):
-    """redis-server without persistence, or with a log of what it ``appends``."""
+    """redis-server without persistence, or with an append-only log if it ``appends``."""
 
     scheme = "redis"
 
@@ -237,8 +238,10 @@ class TlsRedisServer(RedisServer):
 
 
 def tls_redis_path() -> str | None:
-    """The redis-server of this machine that has TLS, if any: an environment's bin may come first on
-    the PATH, with one that has not."""
+    """Return the redis-server of this machine with TLS, if any.
+
+    An environment's bin may come first on the PATH with a redis-server without TLS.
+    """
     for folder in [*os.get_exec_path(), "/usr/bin"]:
         program = shutil.which("redis-server", path=folder)
         if program is not None and _has_tls(program):
@@ -247,8 +250,8 @@ def tls_redis_path() -> str | None:
 
 
 def _has_tls(program: str) -> bool:
-    """It names what is wrong with the value of a setting that it knows."""
-    said = subprocess.run(
+    """Return whether the program has TLS: without it ``--tls-port`` is a bad directive."""
+    ran = subprocess.run(
         [program, "--port", "0", "--tls-port", "x"], capture_output=True, text=True, check=False
     )
-    return "Bad directive" not in said.stderr + said.stdout
+    return "Bad directive" not in ran.stderr + ran.stdout

@@ -16,7 +16,7 @@ _STEPS_BYTES = (_MIB, 4_096)
 
 
 class SmallDisk:
-    """The folder ``path`` is a disk. Whatever is on it is in memory, and gone at the end."""
+    """Disk mounted at the folder ``path``. Its files are in memory and lost at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,8 +27,7 @@ class SmallDisk:
         return state.f_bavail * state.f_frsize
 
     def fill(self) -> None:
-        """Take every page that is free, in a file of its own; also what came free since the last
-        time."""
+        """Fill all free pages with a new file, including pages freed since the last call."""
         with self._filler.open("ab") as file:
             size = file.tell()
             for step in _STEPS_BYTES:
@@ -54,12 +53,12 @@ class SmallDisk:
 
 
 class NoDiskError(Exception):
-    """Nobody may mount anything here, which takes root; the message is what ``mount`` said."""
+    """Mounting is not permitted here, which takes root; the message is the output of ``mount``."""
 
 
 @contextlib.contextmanager
 def mounted_disk(path: Path, size_mib: int) -> Iterator[SmallDisk]:
-    """Mount it on a new folder; it is unmounted whatever happens. Raises NoDiskError."""
+    """Mount a disk on a new folder and always unmount it. Raises NoDiskError."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(path)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)

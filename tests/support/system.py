@@ -94,7 +94,7 @@ class System:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where everything is now: a part that was killed may be back at another port."""
+        """Read the current addresses: a part that was killed may have another port."""
         found: dict[str, str] = json.loads(self._endpoints_file.read_text())
         return found
 

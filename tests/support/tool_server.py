@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a test says, and remembers what it was asked."""
+"""HTTP server with scripted answers, which records its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One embedded store for each pytest process (a process has one path), emptied for each test."""
+"""Embedded store, one per pytest process (a process has one path), emptied for each test."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class OpsPage:
         height: int = 1250,
         touch: bool = False,
     ) -> tuple[Page, list[str]]:
-        """The page, and what its console complained of."""
+        """Open the page; also return the complaints of its console."""
         context = await self._browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme="dark" if dark else "light",
@@ -118,6 +118,6 @@ async def count_charts_with_marks(page: Page) -> int:
 
 
 async def shoot(page: Page, name: str, *, full: bool = False) -> None:
-    """Keep a picture for whoever wants to look at it."""
+    """Save a screenshot if the environment names a folder for it."""
     if SHOTS:
         await page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=full)

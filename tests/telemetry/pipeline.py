@@ -46,7 +46,7 @@ async def count(store: Store, table: str = "requests") -> int:
 
 
 async def dead_letters(kafka: KafkaConfig, num_letters: int) -> list[ConsumerRecord]:
-    """The first letters on the dead-letter topic; waits until there are as many."""
+    """Wait for so many letters on the dead-letter topic, and return them."""
     consumer = AIOKafkaConsumer(
         subjects.DEAD_TOPIC,
         bootstrap_servers=kafka.bootstrap_servers,

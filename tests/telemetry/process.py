@@ -30,7 +30,7 @@ PASSWORD = "of the store's door"
 
 
 class TelemetryProcess:
-    """One life after the other of ``python -m millrace.telemetry`` on one store."""
+    """Successive incarnations of ``python -m millrace.telemetry`` on one store."""
 
     def __init__(
         self, directory: Path, nats_url: str, kafka: KafkaConfig, *, batch_interval_s: float = 0.1
@@ -63,7 +63,7 @@ class TelemetryProcess:
         return (self._directory / "telemetry.log").read_text(errors="replace")
 
     def use(self, kafka: EmbeddedKafka) -> None:
-        """From the next start on."""
+        """Use this Kafka from the next start on."""
         servers = KafkaConfig(bootstrap_servers=kafka.bootstrap_servers)
         self.config = msgspec.structs.replace(self.config, kafka=servers)
 

@@ -131,7 +131,7 @@ def refusal_record(
 
 
 def unix_s(time: str) -> float:
-    """Of a time as answers have it: in UTC, with a Z."""
+    """Convert a time of an answer, in UTC with a Z, to Unix seconds."""
     assert time.endswith("Z")
     return datetime.fromisoformat(time).timestamp()
 

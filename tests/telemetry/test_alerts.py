@@ -1,4 +1,4 @@
-"""What a telemetry process sees of its own alerts."""
+"""Alerts of a telemetry process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ WELL = RecordFlow(
         ),
     ],
 )
-def test_conditions(flow: RecordFlow, holding: set[tuple[str, str]]) -> None:
+def test_alert_conditions_follow_the_record_flow(
+    flow: RecordFlow, holding: set[tuple[str, str]]
+) -> None:
     found = list(conditions_of(flow))
     assert {(one.name, one.subject) for one in found if one.holds} == holding
 
@@ -54,7 +56,7 @@ def test_conditions(flow: RecordFlow, holding: set[tuple[str, str]]) -> None:
 async def test_a_running_process_tells_rows_and_its_own_state(
     store_path: Path, embedded_kafka: KafkaConfig
 ) -> None:
-    """Over the bus, of a request whose record came through Kafka."""
+    """The answer comes over the bus, for a request whose record came through Kafka."""
     bus = MemoryBus(MemoryBroker())
     config = Config(
         clickhouse=ClickHouseConfig(path=str(store_path)), kafka=embedded_kafka, redis=NO_REDIS
@@ -62,7 +64,7 @@ async def test_a_running_process_tells_rows_and_its_own_state(
     service = await TelemetryService.open(config, SystemClock())
     alerts: dict[tuple[str, str], Alert] = {}
 
-    async def told() -> bool:
+    async def has_alerts() -> bool:
         query = TelemetryQuery(name="alerts", params={"target": 0.9})
         answer = await bus.control.query_telemetry(query, 5.0) or TelemetryAnswer(error="none")
         if answer.error:
@@ -80,7 +82,7 @@ async def test_a_running_process_tells_rows_and_its_own_state(
             request_record(7, done_ns=time.time_ns()), model_served="demo"
         )
         await bus.outbox.publish(record)
-        await eventually(told, 30.0, "alerts are told")
+        await eventually(has_alerts, 30.0, "alerts are told")
     finally:
         service.stop()
         await running

@@ -1,4 +1,4 @@
-"""What the telemetry process does while nothing comes: nothing."""
+"""Idle telemetry process: it queries and writes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.telemetry.records import request_record
 
 
 class CountingStore:
-    """Counts what it is asked."""
+    """Store that counts its queries."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -37,35 +37,35 @@ class CountingStore:
 async def test_the_store_is_asked_nothing_until_something_is_stored(store: Store) -> None:
     counting: Any = CountingStore(store)
     clock = ManualClock()
-    kept = Rollups(counting, clock, interval_s=2.0)
-    task = asyncio.create_task(kept.run())
-    await eventually(lambda: kept.age_s is not None and clock.num_sleepers == 1)
+    rollup = Rollups(counting, clock, interval_s=2.0)
+    task = asyncio.create_task(rollup.run())
+    await eventually(lambda: rollup.age_s is not None and clock.num_sleepers == 1)
     num_asked = counting.num_asked
     for _ in range(590):
         await clock.advance(1.0)
     assert counting.num_asked == num_asked
-    assert kept.age_s == 0.0
+    assert rollup.age_s == 0.0
     records = [request_record(1)]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, [1]), "one")
-    kept.touched(record.done_ns for record in records)
-    await eventually(lambda: kept.num_computed == 1)
-    kept.stop()
+    rollup.touched(record.done_ns for record in records)
+    await eventually(lambda: rollup.num_computed == 1)
+    rollup.stop()
     await task
 
 
 async def test_a_failed_round_is_not_taken_for_rest(store: Store) -> None:
     counting: Any = CountingStore(store)
     clock = ManualClock()
-    kept = Rollups(counting, clock, interval_s=2.0)
-    await kept.settle()
+    rollup = Rollups(counting, clock, interval_s=2.0)
+    await rollup.settle()
     num_asked = counting.num_asked
-    await kept.settle()
+    await rollup.settle()
     assert counting.num_asked == num_asked
-    kept.sampled()
+    rollup.sampled()
     await clock.advance(7.0)
-    assert kept.age_s == 7.0
-    await kept.settle()
-    assert (counting.num_asked, kept.age_s) == (num_asked + 1, 0.0)
+    assert rollup.age_s == 7.0
+    await rollup.settle()
+    assert (counting.num_asked, rollup.age_s) == (num_asked + 1, 0.0)
 
 
 async def test_a_record_ends_the_rest_of_bridge_and_sink(

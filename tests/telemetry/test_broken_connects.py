@@ -18,7 +18,7 @@ from tests.support.servers import free_port
 
 
 @each_broken
-async def test_of_kafka(
+async def test_kafka_clients_survive_broken_connects(
     embedded_kafka: KafkaConfig, monkeypatch: pytest.MonkeyPatch, broken: BaseException
 ) -> None:
     producer = make_producer(embedded_kafka)
@@ -52,7 +52,9 @@ async def test_a_broker_whose_machine_is_gone_is_noticed(
 
 
 @each_broken
-async def test_of_clickhouse(monkeypatch: pytest.MonkeyPatch, broken: BaseException) -> None:
+async def test_clickhouse_clients_survive_broken_connects(
+    monkeypatch: pytest.MonkeyPatch, broken: BaseException
+) -> None:
     config = ClickHouseConfig(url=f"http://127.0.0.1:{free_port()}", path="")
     monkeypatch.setattr(clickhouse_connect, "get_client", raising(broken))
     with pytest.raises(StoreUnavailableError):

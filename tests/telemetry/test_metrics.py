@@ -1,4 +1,4 @@
-"""What Prometheus sees of a telemetry process is what has landed, and what has not."""
+"""Metrics of a telemetry process: landed and failed records as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ async def test_records_and_dead_letters_are_counted(
 
         # Both are looked at from time to time, each in its own.
         def caught_up() -> bool:
-            told = scrape_of(metrics)
-            if not {lag, waiting} <= set(told.sample_names):
+            scraped = scrape_of(metrics)
+            if not {lag, waiting} <= set(scraped.sample_names):
                 return False
-            return told.value(lag, **topic) == 0 == told.value(waiting)
+            return scraped.value(lag, **topic) == 0 == scraped.value(waiting)
 
         await eventually(caught_up)
         rounds = "millrace_telemetry_rollup_age_seconds"

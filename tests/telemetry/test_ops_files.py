@@ -26,8 +26,8 @@ _ROWS = 5_000
 
 
 @dataclass
-class Door:
-    """A client of a gateway whose telemetry answers ``num_answers`` questions, if that is set."""
+class Endpoint:
+    """Client of a gateway whose telemetry answers at most ``num_answers`` queries, if set."""
 
     http: httpx.AsyncClient
     answers: SavedQueryAnswers
@@ -47,21 +47,21 @@ class Door:
 
 
 @pytest.fixture
-async def door(store: Store) -> AsyncIterator[Door]:
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
     async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
-        made = Door(http, SavedQueryAnswers(store.reader))
+        made = Endpoint(http, SavedQueryAnswers(store.reader))
         subscription = await front.worker.bus.control.serve_telemetry(made.answer)
         yield made
         await subscription.close()
 
 
-async def test_csv_says_what_json_says(store: Store, door: Door) -> None:
+async def test_csv_says_what_json_says(store: Store, endpoint: Endpoint) -> None:
     await fill_month(store, 500)
     params = {"from_s": -2_592_000, "step_s": 21_600}
-    asked = await door.http.get("/ops/api/cost_by_model", params=params)
-    rows = await door.rows("/ops/api/cost_by_model.csv", **params)
+    asked = await endpoint.http.get("/ops/api/cost_by_model", params=params)
+    rows = await endpoint.rows("/ops/api/cost_by_model.csv", **params)
     assert rows == [{name: str(value) for name, value in row.items()} for row in asked.json()]
-    accepted = await door.http.get(
+    accepted = await endpoint.http.get(
         "/ops/api/cost_by_model", params=params, headers={"accept": "text/csv"}
     )
     assert accepted.headers["content-type"] == "text/csv; charset=utf-8"
@@ -71,12 +71,12 @@ async def test_csv_says_what_json_says(store: Store, door: Door) -> None:
     )
 
 
-async def test_a_cursor_keeps_all_its_digits_in_a_browser(store: Store, door: Door) -> None:
+async def test_a_cursor_keeps_all_its_digits_in_a_browser(store: Store, endpoint: Endpoint) -> None:
     """Numbers of JavaScript are exact up to 2^53."""
     await fill_month(store, 500)
     params: dict[str, str | int] = {"from_s": -2_592_000, "rows": 100}
     seen: list[str] = []
-    while page := (await door.http.get("/ops/api/requests_page", params=params)).json():
+    while page := (await endpoint.http.get("/ops/api/requests_page", params=params)).json():
         seen += [row["request_id"] for row in page]
         cursor = page[-1]
         assert isinstance(cursor["request_hash"], str)
@@ -85,16 +85,16 @@ async def test_a_cursor_keeps_all_its_digits_in_a_browser(store: Store, door: Do
     assert len(seen) == len(set(seen)) == 500
 
 
-async def test_an_empty_file_names_its_columns(door: Door) -> None:
-    answer = await door.http.get("/ops/api/recent_requests.csv")
+async def test_an_empty_file_names_its_columns(endpoint: Endpoint) -> None:
+    answer = await endpoint.http.get("/ops/api/recent_requests.csv")
     assert answer.text.startswith("request_id,done_at,tenant,")
     assert answer.text.count("\r\n") == 1
-    export = await door.http.get("/ops/api/requests.csv")
+    export = await endpoint.http.get("/ops/api/requests.csv")
     assert export.text.startswith("request_id,tenant,key_id,user,")
     assert export.text.count("\r\n") == 1
 
 
-async def test_what_people_write_stays_in_its_cell(store: Store, door: Door) -> None:
+async def test_what_people_write_stays_in_its_cell(store: Store, endpoint: Endpoint) -> None:
     names = ['=HYPERLINK("http://evil")', 'a,"b"\r\nc', "@SUM(1)", "-1", "é\n", "plain"]
     base = request_record(1)
     records = [
@@ -105,33 +105,33 @@ async def test_what_people_write_stays_in_its_cell(store: Store, door: Door) -> 
     ]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "names")
     for path in ("/ops/api/recent_requests.csv", "/ops/api/requests.csv"):
-        rows = {row["request_id"]: row for row in await door.rows(path, from_s=-86_400)}
+        rows = {row["request_id"]: row for row in await endpoint.rows(path, from_s=-86_400)}
         users = [rows[f"r-{n}"]["user"] for n in range(len(names))]
         assert users == ['\'=HYPERLINK("http://evil")', names[1], "'@SUM(1)", "-1", "é\n", "plain"]
         assert Decimal(rows["r-0"]["cost"]) == base.cost
 
 
-async def test_an_export_has_each_request_once(store: Store, door: Door) -> None:
+async def test_an_export_has_each_request_once(store: Store, endpoint: Endpoint) -> None:
     await fill_month(store, _ROWS)
     params: dict[str, str | int] = {"from_s": -2_592_000, "tenant": "tenant-7"}
-    rows = await door.rows("/ops/api/requests.csv", **params)
-    counted = await door.http.get("/ops/api/requests_count", params=params)
+    rows = await endpoint.rows("/ops/api/requests.csv", **params)
+    counted = await endpoint.http.get("/ops/api/requests_count", params=params)
     assert len(rows) == int(counted.json()[0]["requests"]) > 50
-    door.asked.clear()
-    rows = await door.rows("/ops/api/requests.csv", from_s=-2_592_000)
+    endpoint.asked.clear()
+    rows = await endpoint.rows("/ops/api/requests.csv", from_s=-2_592_000)
     assert len({row["request_id"] for row in rows}) == len(rows) == _ROWS
     assert [row["done_at"] for row in rows] == sorted(row["done_at"] for row in rows)
-    pages = [query for query in door.asked if query.name == "requests_page"]
+    pages = [query for query in endpoint.asked if query.name == "requests_page"]
     assert len(pages) == 4
     assert len({(query.params["from_s"], query.params["to_s"]) for query in pages}) == 1
 
 
 async def test_an_export_of_too_many_is_refused(
-    store: Store, door: Door, monkeypatch: pytest.MonkeyPatch
+    store: Store, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill_month(store, 1_000)
     monkeypatch.setattr(ops_api, "MAX_EXPORT_ROWS", 900)
-    refused = await door.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
+    refused = await endpoint.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["code"] == "answer_too_large"
@@ -139,13 +139,13 @@ async def test_an_export_of_too_many_is_refused(
 
 
 async def test_an_export_that_ends_in_the_middle_does_not_look_whole(
-    store: Store, door: Door, monkeypatch: pytest.MonkeyPatch
+    store: Store, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops_api, "_PAUSES_S", (0.01, 0.01))
     await fill_month(store, _ROWS)
-    door.num_answers = 3
+    endpoint.num_answers = 3
     with pytest.raises(httpx.RemoteProtocolError):
-        await door.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
+        await endpoint.http.get("/ops/api/requests.csv", params={"from_s": -2_592_000})
 
 
 @pytest.mark.parametrize(
@@ -168,31 +168,31 @@ async def test_an_export_that_ends_in_the_middle_does_not_look_whole(
     ],
 )
 async def test_a_bad_parameter_is_named(
-    door: Door, query: str, params: dict[str, str], param: str, message: str
+    endpoint: Endpoint, query: str, params: dict[str, str], param: str, message: str
 ) -> None:
-    refused = await door.http.get(f"/ops/api/{query}", params=params)
+    refused = await endpoint.http.get(f"/ops/api/{query}", params=params)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_parameter", param)
     assert message in error["message"]
 
 
-async def test_what_is_not_there(door: Door) -> None:
+async def test_unknown_paths_are_not_found(endpoint: Endpoint) -> None:
     for path in ("/ops/api/nothing", "/ops/api/nothing.csv", "/ops/api/requests"):
-        refused = await door.http.get(path)
+        refused = await endpoint.http.get(path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
-    twice = await door.http.get("/ops/api/totals?from_s=-60&from_s=-90")
+    twice = await endpoint.http.get("/ops/api/totals?from_s=-60&from_s=-90")
     assert twice.json()["error"]["param"] == "from_s"
 
 
-async def test_an_answer_that_fits_no_message_is_refused(store: Store, door: Door) -> None:
+async def test_an_answer_that_fits_no_message_is_refused(store: Store, endpoint: Endpoint) -> None:
     await fill_month(store, _ROWS)
     params = {"from_s": -2_592_000, "rows": 5_000}
-    refused = await door.http.get("/ops/api/requests_page", params=params)
+    refused = await endpoint.http.get("/ops/api/requests_page", params=params)
     assert refused.json()["error"]["code"] == "answer_too_large"
 
 
-async def test_a_name_is_a_name_whatever_it_looks_like(store: Store, door: Door) -> None:
+async def test_a_name_is_a_name_whatever_it_looks_like(store: Store, endpoint: Endpoint) -> None:
     base = request_record(1)
     names = ("007", "7", "1e5", "nan", "a\\tb", "a\tb", "a\nb", "a\\", "a'b", "\\N", "é")
     records = [
@@ -201,14 +201,14 @@ async def test_a_name_is_a_name_whatever_it_looks_like(store: Store, door: Door)
     ]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(names))), "names")
     for name in names:
-        answer = await door.http.get(
+        answer = await endpoint.http.get(
             "/ops/api/recent_requests", params={"tenant": name, "from_s": -86_400}
         )
         assert [row["request_id"] for row in json.loads(answer.text)] == [name]
 
 
-async def test_an_export_of_long_rows_is_whole(store: Store, door: Door) -> None:
-    """As many as fit an answer come at once, however long what people call themselves is."""
+async def test_an_export_of_long_rows_is_whole(store: Store, endpoint: Endpoint) -> None:
+    """An answer holds as many rows as fit, for long names of users too."""
     base = request_record(1)
     records = [
         msgspec.structs.replace(
@@ -217,13 +217,13 @@ async def test_an_export_of_long_rows_is_whole(store: Store, door: Door) -> None
         for n in range(2_500)
     ]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "long")
-    rows = await door.rows("/ops/api/requests.csv", from_s=-86_400 * 2)
+    rows = await endpoint.rows("/ops/api/requests.csv", from_s=-86_400 * 2)
     assert {row["request_id"] for row in rows} == {record.request_id for record in records}
     assert len(rows) == len(records)
 
 
 @pytest.mark.parametrize("from_s", ["-" + "9" * 20, "-" + "9" * 5_000])
-async def test_times_without_bounds_are_refused(door: Door, from_s: str) -> None:
-    answer = await door.http.get("/ops/api/requests.csv", params={"from_s": from_s})
+async def test_times_without_bounds_are_refused(endpoint: Endpoint, from_s: str) -> None:
+    answer = await endpoint.http.get("/ops/api/requests.csv", params={"from_s": from_s})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "from_s"

@@ -1,5 +1,4 @@
-"""The operations page in Chromium: what it draws, in light and dark, on a phone, with nothing to
-show and with a great deal."""
+"""Operations page in Chromium: light and dark, on a phone, with no data and with much."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_it_draws_what_the_store_holds(store: Store, ops: OpsPage, dark: bool) -> None:
+async def test_the_page_draws_the_stored_figures(store: Store, ops: OpsPage, dark: bool) -> None:
     await fill(store)
     page, complaints = await ops.open(dark=dark)
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
@@ -88,12 +87,12 @@ async def test_charts_are_read_with_the_pointer_and_the_keyboard(
     assert len(set(moments[:6])) == 1
     await shoot(page, "ops-hover")
     await page.locator("#traffic .plot").first.focus()
-    said = page.locator("#traffic .spoken").first
+    spoken = page.locator("#traffic .spoken").first
     await page.keyboard.press("Home")
-    await expect(said).to_contain_text("done")
-    first = await said.text_content()
+    await expect(spoken).to_contain_text("done")
+    first = await spoken.text_content()
     await page.keyboard.press("ArrowRight")
-    await expect(said).not_to_have_text(first or "")
+    await expect(spoken).not_to_have_text(first or "")
     assert complaints == []
 
 
@@ -121,7 +120,7 @@ async def test_unreachable_telemetry_is_said_and_it_recovers(store: Store, ops: 
     await expect(page.locator("#problem")).to_be_hidden(timeout=10_000)
 
 
-async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
+async def test_the_page_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
     """Money of two currencies and a spent error budget are there, and all of it is readable while
     the page loads, lives, waits for telemetry or for a key, in light and dark."""
     refused = refusal_record(time.time_ns(), 1, tenant="acme", limit="monthly_budget")
@@ -156,7 +155,7 @@ async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None
     await expect(page.locator("#alerts-note")).to_contain_text(
         "1 error budget overspent, 1 tenant over its monthly budget"
     )
-    await expect(page.locator("#alerts tbody")).not_to_contain_text("Nothing is wrong")
+    await expect(page.locator("#alerts tbody")).not_to_contain_text("No alerts are firing")
     await look(page, "live")
     await page.locator("#recent tbody a").first.click()
     await expect(page.locator("#request .timeline li").first).to_be_visible()
@@ -196,7 +195,7 @@ async def test_on_a_phone_nothing_overflows(store: Store, ops: OpsPage) -> None:
     assert complaints == []
 
 
-async def test_it_rests_while_nobody_looks(ops: OpsPage) -> None:
+async def test_a_hidden_page_asks_nothing(ops: OpsPage) -> None:
     page, _ = await ops.open()
     await expect(page.locator("#state")).to_have_attribute("data-state", "live")
     await page.evaluate(

@@ -1,5 +1,4 @@
-"""What one looks at on the operations page: ranges, filters, one request, files; all of it in the
-address."""
+"""Views of the operations page, kept in the address: ranges, filters, one request, files."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ async def test_the_questions_of_a_view_that_was_left_keep_nobody_waiting(ops: Op
     async def hold(route: Route) -> None:
         asked.append(route.request.url)
         await go_on.wait()
-        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+        with contextlib.suppress(PlaywrightError):  # the page has aborted the request
             await route.continue_()
 
     await page.route("**/api/**", hold)
@@ -205,7 +204,7 @@ async def test_a_request_that_was_clicked_does_not_wait_for_the_view(ops: OpsPag
     async def hold(route: Route) -> None:
         asked.append(urlsplit(route.request.url).path.rsplit("/", 1)[-1])
         await go_on.wait()
-        with contextlib.suppress(PlaywrightError):  # nobody wants it any more
+        with contextlib.suppress(PlaywrightError):  # the page has aborted the request
             await route.continue_()
 
     await page.route("**/api/**", hold)
@@ -301,7 +300,7 @@ async def test_files_of_what_is_shown(
 
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 async def test_the_tables_are_described(ops: OpsPage, width: int) -> None:
-    """As docs/tables.md says it, to a reader without a key: nothing is asked of telemetry."""
+    """The page shows docs/tables.md without a key and without a query to telemetry."""
     page, complaints = await ops.open("tables.html", width=width)
     rows = page.locator("#columns tbody tr")
     await expect(page.locator("#said")).to_contain_text("Times are UTC")

@@ -1,5 +1,4 @@
-"""Panels of the operations page that answer one question each: what was refused and why, which
-alert would fire, who used what, what the client waited for, and what is different from before."""
+"""Panels of the operations page: refusals, alerts, usage, waits of clients, and comparisons."""
 
 from __future__ import annotations
 
@@ -281,7 +280,7 @@ def _paid(records: list[RequestRecord], tenant: str | None = None) -> Decimal:
 
 
 def _plain(amount: Decimal) -> str:
-    """As the store writes it."""
+    """Format an amount as the store writes it."""
     return f"{amount.normalize():f}"
 
 

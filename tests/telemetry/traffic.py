@@ -36,8 +36,7 @@ _HOURLY = Decimal("2.40")
 
 
 def traffic() -> tuple[list[RequestRecord], list[DeliveryRecord], list[WorkerSample]]:
-    """Requests of the last minutes, denser towards two moments, like people coming back from a
-    break; what clients saw of them; and what two workers did."""
+    """Make requests of the last minutes with two peaks, their deliveries, and worker samples."""
     now_ns = time.time_ns()
     records = []
     for number in range(NUM_REQUESTS):
@@ -147,7 +146,7 @@ def moved_request(done_ns: int) -> RequestRecord:
 
 
 def refusals() -> list[RefusalRecord]:
-    """What was refused of it: a tenant at its limit, and somebody with a wrong key."""
+    """Make refusals of the traffic: a tenant at its limit, and requests with a wrong key."""
     now_ns = time.time_ns()
     limited = [
         refusal_record(

@@ -308,7 +308,7 @@ def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
 
 
 def training_options(prog: str, doc: str | None, **defaults: float) -> argparse.ArgumentParser:
-    """Return a parser of the options of all training runs; ``defaults`` are those that differ."""
+    """Return a parser of the options of all training runs; ``defaults`` override them."""
     parser = argparse.ArgumentParser(prog=f"python -m tools.demo.{prog}", description=doc)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int)

@@ -106,9 +106,9 @@ def train(
         token_ids, is_learnt = padded(next(stream), pad_id)
         with torch.autocast("cpu", torch.bfloat16) if options.bf16 else nullcontext():
             with torch.inference_mode():
-                said = logits_of(target, token_ids, is_learnt).softmax(-1)
+                probabilities = logits_of(target, token_ids, is_learnt).softmax(-1)
             logits = logits_of(draft, token_ids, is_learnt)
-        loss = functional.cross_entropy(logits, said.clone())
+        loss = functional.cross_entropy(logits, probabilities.clone())
         take_step(draft, optimizer, loss)
         mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
         if (step + 1) % 100 == 0:

@@ -14,7 +14,7 @@ from millrace.schemas.models.rollouts import Rollout, RolloutReport, VersionFigu
 
 
 class MemoryRolloutStore(RolloutStore):
-    """In this process alone."""
+    """Rollout store in this process's memory."""
 
     def __init__(self) -> None:
         super().__init__(cast("RedisLink", None))

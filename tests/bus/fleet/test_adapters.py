@@ -62,7 +62,7 @@ async def test_former_versions_stay_for_what_runs_with_them(store: AdapterStore)
     assert await store.find("sql") is None
 
 
-async def test_of_several_that_take_a_name_at_once_one_gets_it(store: AdapterStore) -> None:
+async def test_one_of_several_concurrent_claims_gets_an_adapter_name(store: AdapterStore) -> None:
     each = [_later(SQL, str(number)) for number in range(8)]
     done = await asyncio.gather(*(store.add(one) for one in each), return_exceptions=True)
     taken = [one for one, result in zip(each, done, strict=True) if result is None]
@@ -99,7 +99,9 @@ async def test_one_that_was_just_added_is_found_when_it_is_asked_for(
         assert await directory.find(unknown, "acme") is None, unknown
 
 
-async def test_a_private_one_is_its_tenants_alone(link: RedisLink, store: AdapterStore) -> None:
+async def test_a_private_adapter_is_visible_to_its_tenant_alone(
+    link: RedisLink, store: AdapterStore
+) -> None:
     directory = AdapterDirectory(link, ManualClock())
     await store.add(POEMS)
     assert await directory.find("base:poems", "acme") == POEMS

@@ -1,4 +1,4 @@
-"""How many workers are wanted, of what several schedulers say."""
+"""Desired number of workers, merged from the reports of several schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _status(desired: int, model: str = "demo") -> QueueStatus:
     return QueueStatus(model=model, num_queued=0, bound=10, desired_workers=desired)
 
 
-def test_the_most_that_was_heard_of_late_counts() -> None:
+def test_the_largest_recent_report_counts() -> None:
     wanted = DesiredReplicas()
     assert wanted.of("demo", 0.0) is None
     wanted.note(_status(2), 0.0)

@@ -1,4 +1,4 @@
-"""Who works, on memory and on nats-server alike."""
+"""Worker directory, on the in-memory broker and on nats-server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def status(worker_id: str, **fields: object) -> WorkerStatus:
     )
 
 
-async def test_newcomers_see_who_is_there_then_every_heartbeat(bus: Bus, broker: Broker) -> None:
+async def test_a_new_watcher_sees_all_workers_then_every_heartbeat(
+    bus: Bus, broker: Broker
+) -> None:
     await bus.workers.announce(status("w.1 é", num_running=1))
     await bus.workers.announce(status("w2"))
     await bus.workers.announce(status("w.1 é", num_running=2))
@@ -103,9 +105,7 @@ async def test_prefixes_are_told_to_all_who_watch(bus: Bus, broker: Broker) -> N
     assert also_seen == reports
 
 
-async def test_of_several_schedulers_one_may_change_roles_and_nobody_again_at_once(
-    bus: Bus, broker: Broker
-) -> None:
+async def test_one_scheduler_at_a_time_may_change_roles(bus: Bus, broker: Broker) -> None:
     other = await broker.connect("scheduler")
     turns = await asyncio.gather(*(one.workers.take_role_turn("demo") for one in (bus, other)))
     assert sorted(turns) == [False, True]

@@ -1,4 +1,4 @@
-"""Whose a listener is, by its name and by what a real redis-server knows of tenants."""
+"""Owner of a reply subject, by its name and by the tenants in a real redis-server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_tenants_that_are_known(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("is_away", [True, False])
-async def test_without_redis_names_say(*, is_away: bool) -> None:
+async def test_without_redis_the_name_decides_the_owner(*, is_away: bool) -> None:
     config = RedisConfig(url=f"redis://127.0.0.1:{free_port()}")
     link = RedisLink(config) if is_away else None
     owners = ReplyOwners(link)

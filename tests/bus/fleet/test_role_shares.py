@@ -1,4 +1,4 @@
-"""How many workers of which role there are, as their number changes."""
+"""Number of workers of each role as the fleet grows and shrinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_without_roles_all_have_both() -> None:
     assert RoleShares().spare([BOTH, BOTH]) is BOTH
 
 
-def test_one_to_three() -> None:
+def test_shares_of_one_to_three_hold_as_workers_come_and_go() -> None:
     shares = RoleShares((PREFILL, DECODE, DECODE, DECODE))
     present: list[WorkerRole] = []
     for _ in range(8):

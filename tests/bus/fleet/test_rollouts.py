@@ -1,4 +1,4 @@
-"""Rollouts as they are kept: on a real redis-server, and in memory for tests of logic."""
+"""Stored rollouts, on a real redis-server and in memory for tests of logic."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ async def test_one_rollout_of_a_model_goes_on_at_a_time(store: RolloutStore) -> 
     assert (await store.start(CHAT, ended)).revision == 3
 
 
-async def test_of_several_changes_at_once_one_is_made(store: RolloutStore) -> None:
+async def test_one_of_several_concurrent_rollout_changes_is_made(store: RolloutStore) -> None:
     started = await store.start(CHAT)
     changes = [replace(started, percent=float(number)) for number in range(1, 9)]
     made = await asyncio.gather(*(store.change(started, one) for one in changes))
-    kept = [one for one in made if one is not None]
-    assert len(kept) == 1
-    assert await store.find("chat") == kept[0]
+    stored = [one for one in made if one is not None]
+    assert len(stored) == 1
+    assert await store.find("chat") == stored[0]
 
 
-async def test_a_change_is_made_of_what_is_there(store: RolloutStore) -> None:
+async def test_a_change_needs_an_existing_rollout_and_a_former_version(store: RolloutStore) -> None:
     with pytest.raises(RolloutNotFoundError, match="no rollout of 'chat'"):
         await store.apply("chat", _ended)
     await store.start(CHAT)

@@ -1,4 +1,4 @@
-"""One worker to a name, on memory and on nats-server alike."""
+"""Exclusive worker names, on the in-memory broker and on nats-server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_second_holder_is_refused(bus: Bus, broker: Broker) -> None:
     renewing.cancel()
 
 
-async def test_of_many_that_claim_at_once_one_gets_it(broker: Broker) -> None:
+async def test_one_of_many_concurrent_claims_gets_the_name(broker: Broker) -> None:
     names = [_name(await broker.connect(f"w{number}")) for number in range(6)]
 
     async def hold(name: WorkerName) -> None:
@@ -59,10 +59,8 @@ async def test_of_many_that_claim_at_once_one_gets_it(broker: Broker) -> None:
             assert isinstance(task.exception(), NameTakenError)
 
 
-async def test_the_name_of_a_life_that_was_killed_is_free_again_soon(
-    bus: Bus, broker: Broker
-) -> None:
-    """Before its lease is forgotten: it is not renewed any more, and that is enough."""
+async def test_the_name_of_a_killed_worker_is_soon_free(bus: Bus, broker: Broker) -> None:
+    """A missed renewal is enough: the name is free before its lease is forgotten."""
     await _name(bus).claim()
     again = await broker.connect("again")
     loop = asyncio.get_running_loop()
@@ -85,9 +83,7 @@ async def test_a_name_that_was_given_back_is_free_at_once(bus: Bus, broker: Brok
     assert again.held.is_set()
 
 
-async def test_one_that_lost_its_name_while_it_stood_still_hears_so(
-    bus: Bus, broker: Broker
-) -> None:
+async def test_a_frozen_worker_that_lost_its_name_is_told(bus: Bus, broker: Broker) -> None:
     first = _name(bus)
     await first.claim()  # and does not renew it
     second = _name(await broker.connect("second"))
@@ -99,8 +95,8 @@ async def test_one_that_lost_its_name_while_it_stood_still_hears_so(
     renewing.cancel()
 
 
-async def test_a_lease_that_was_forgotten_meanwhile_is_written_again() -> None:
-    """As after an outage of the server, whose bucket is in memory."""
+async def test_a_forgotten_name_lease_is_written_again() -> None:
+    """The lease is missing after an outage of the server, whose bucket is in memory."""
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     name = WorkerName(bus.workers, clock, "w", 0.5)

@@ -1,4 +1,4 @@
-"""What only the in-memory broker can do: its clock is given, and it can be stopped."""
+"""Abilities of the in-memory broker alone: a manual clock, and stops on demand."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ seconds = st.sampled_from((0.0, 0.5, 2.0, ACK_WAIT_S, 9.0))
 
 
 class SetClock:
-    """Time that is what was set."""
+    """Clock that shows the time set by a test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -31,7 +31,7 @@ each_place = pytest.mark.parametrize(
 
 @each_broken
 @each_place
-async def test_at_the_start(
+async def test_opening_survives_broken_connects(
     nats_server: NatsServer,
     monkeypatch: pytest.MonkeyPatch,
     broken: BaseException,
@@ -46,7 +46,7 @@ async def test_at_the_start(
 
 @each_broken
 @each_place
-async def test_later(
+async def test_a_lost_connection_survives_broken_reconnects(
     nats_server: NatsServer,
     monkeypatch: pytest.MonkeyPatch,
     broken: BaseException,
@@ -80,7 +80,7 @@ async def answered(connection: Connection) -> bool:
 
 
 @each_broken
-async def test_while_it_reads(
+async def test_a_connection_survives_a_broken_read(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, broken: BaseException
 ) -> None:
     """nats-py's reader would end without a word."""

@@ -1,4 +1,4 @@
-"""What the server keeps for a tenant queue comes and goes, and no job goes with it."""
+"""Consumers of tenant queues: the server creates and removes them without losing a job."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_jobs_that_leave_while_they_are_counted_hide_no_others(
     await bus.close()
 
 
-async def test_the_server_removes_what_nobody_pulls_from(
+async def test_the_server_removes_unused_consumers(
     api: Api, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology, "QUEUE_IDLE_S", 0.1)
@@ -138,7 +138,7 @@ async def test_the_server_removes_what_nobody_pulls_from(
     assert len(await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)) == 1
 
 
-async def test_a_count_that_is_lost_is_told(api: Api, bus: Bus) -> None:
+async def test_a_lost_delivery_count_is_reported(api: Api, bus: Bus) -> None:
     await bus.jobs.pull(TENANT_QUEUE, 1, 0.0)
     await bus.jobs.publish(JOB)
     (held,) = await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)
@@ -177,7 +177,9 @@ async def test_looking_at_a_line_keeps_nothing_on_the_server(api: Api, bus: Bus)
     assert (await bus.jobs.depth(TENANT_QUEUE)).num_queued == 1
 
 
-async def test_lines_beyond_a_default_of_the_server(api: Api, bus: Bus) -> None:
+async def test_the_jobs_stream_permits_more_consumers_than_the_servers_default(
+    api: Api, bus: Bus
+) -> None:
     info = await api.call("STREAM.INFO.JOBS")
     config = info["config"]
     assert isinstance(config, dict)

@@ -1,4 +1,4 @@
-"""The real server is killed and comes back: nothing accepted is lost, nobody needs restarting."""
+"""Crash of the real server: no accepted message is lost, and no process needs a restart."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ async def test_the_jobs_of_many_tenants_survive(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
-    told: list[TenantQueue] = []
-    await two.jobs.watch(told.append)
+    queues: list[TenantQueue] = []
+    await two.jobs.watch(queues.append)
     jobs = [
         Job(request_id=f"{tenant}-{number}", model="demo", tenant=f"t{tenant}", prompt="hi")
         for tenant in range(20)
@@ -87,7 +87,7 @@ async def test_the_jobs_of_many_tenants_survive(
     ]
     tenant_queues = list(dict.fromkeys(map(TenantQueue.of, jobs)))
     await asyncio.gather(*(one.jobs.publish(job) for job in jobs))
-    await eventually(lambda: len(told) == len(jobs))
+    await eventually(lambda: len(queues) == len(jobs))
     held = await asyncio.gather(
         *(two.jobs.pull(tenant_queue, 1, 0.0) for tenant_queue in tenant_queues)
     )
@@ -105,7 +105,7 @@ async def test_the_jobs_of_many_tenants_survive(
     )
     assert await two.jobs.tenant_queues() == {}
     await one.jobs.publish(Job(request_id="later", model="demo", prompt="hi"))
-    await eventually(lambda: told[-1] == TENANT_QUEUE)
+    await eventually(lambda: queues[-1] == TENANT_QUEUE)
 
 
 async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsServer) -> None:
@@ -121,7 +121,7 @@ async def test_a_waiting_pull_goes_on(buses: tuple[Bus, Bus], nats_server: NatsS
     assert len(await asyncio.wait_for(outbox, 3.0)) == 1
 
 
-async def test_what_is_stored_during_an_outage_is_stored_once(
+async def test_a_job_published_during_an_outage_is_stored_once(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
     one, two = buses
@@ -141,10 +141,10 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
     assert await two.results.fetch("t", "r1") == result
 
 
-async def test_a_question_about_gateways_says_nothing_during_an_outage(
+async def test_asking_for_held_requests_during_an_outage_raises(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:
-    """It is no answer that nobody holds a request; afterwards there is one."""
+    """An outage raises an error instead of reporting that no gateway holds the request."""
     one, two = buses
     await two.control.serve_resume_points("gw", lambda _: None, {"r1"}.__contains__)
     assert await one.control.held_requests("gw", ["r1", "r2"], 0.2) == {"r1"}

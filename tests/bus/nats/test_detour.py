@@ -125,14 +125,14 @@ async def test_the_server_over_which_most_workers_answer_is_taken(cluster: Clust
         assert gateway._client.server.uri.port == cluster.servers[2].port
 
 
-async def test_a_worker_that_is_dead_moves_nobody(cluster: Cluster) -> None:
+async def test_a_dead_worker_causes_no_detour(cluster: Cluster) -> None:
     async with connected(cluster.config(0, 1, 2)) as gateway:
         server = gateway._client.server
         assert not await Detours(gateway).reach("dead", _REPLAY, 0.3)
         assert gateway._client.server is server
 
 
-async def test_one_server_has_no_detour(nats_server: NatsServer) -> None:
+async def test_a_single_server_offers_no_detour(nats_server: NatsServer) -> None:
     async with connected(NatsConfig(url=nats_server.url)) as gateway:
         assert not await Detours(gateway).reach("w1", _REPLAY, 0.3)
         assert gateway.connected

@@ -1,4 +1,4 @@
-"""Which jobs the server has dropped, by what is heard of them, in whatever order."""
+"""Detection of jobs that the server dropped, from messages in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUBJECT = "jobs.demo.free.acme"
 
 
 class Server:
-    """What is heard of it, and what is stored anew; each message has left the stream already."""
+    """Fake server: a test publishes and announces messages, and reads the messages stored anew."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = ManualClock()
@@ -33,7 +33,7 @@ class Server:
         return self
 
     async def close(self) -> None:
-        """Of a subscription."""
+        """Do nothing: the server stands in for its subscriptions too."""
 
     async def _get(self, *_: object) -> None:
         return None
@@ -68,7 +68,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     await made.dropped.close()
 
 
-async def test_what_is_announced_is_stored(server: Server) -> None:
+async def test_a_dropped_message_is_stored_anew(server: Server) -> None:
     server.publish(b"1")
     server.announce()
     assert await server.pass_s(5.0) == []
@@ -82,7 +82,7 @@ async def test_what_is_announced_is_stored(server: Server) -> None:
 
 
 async def test_an_announcement_may_overtake(server: Server) -> None:
-    """They come by different servers of a cluster."""
+    """An announcement may arrive before its message, by another server of the cluster."""
     server.announce()
     server.publish(b"1")
     assert await server.pass_s(5.0) == []
@@ -90,7 +90,7 @@ async def test_an_announcement_may_overtake(server: Server) -> None:
     assert await server.pass_s(5.0) == [b"2"]
 
 
-async def test_what_the_server_refuses_is_let_be(server: Server) -> None:
+async def test_messages_refused_by_the_server_are_ignored(server: Server) -> None:
     server.publish(b"never announced")
     server.publish(b"1", "n")
     server.announce("n")

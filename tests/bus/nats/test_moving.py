@@ -41,7 +41,7 @@ async def connected(config: NatsConfig, num: int) -> AsyncIterator[list[Connecti
 
 
 def servers_of(connections: list[Connection]) -> list[int | None]:
-    """The port that each is connected to; None for one that is not connected."""
+    """Return the server port of each connection, or None for a broken connection."""
     return [
         None if not one.connected or one._client.server is None else one._client.server.uri.port
         for one in connections
@@ -92,7 +92,7 @@ async def test_what_is_published_by_a_client_that_moves_arrives(servers: list[Na
         assert seen == Counter(taken)
 
 
-async def test_an_object_that_is_over_hears_of_no_reconnect(servers: list[NatsServer]) -> None:
+async def test_a_collected_listener_is_not_called_on_reconnect(servers: list[NatsServer]) -> None:
     class Listener:
         def __init__(self, name: str) -> None:
             self._name = name

@@ -1,4 +1,4 @@
-"""Who may use which subject, on a real nats-server with the accounts of deploy/nats."""
+"""Permissions on subjects, on a real nats-server with the accounts of deploy/nats."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ TABLE = (
     (f"{service_inbox('shop')}.x.1", "", ""),
     ("_INBOX.x.1", "", ""),
 )
-# Wildcards that nobody may hear, as they would bring others' messages too.
+# Wildcards that no user may subscribe to, as they match other users' messages.
 TOO_WIDE = (">", "_INBOX.>", "$JS.>", "jobs.>", "rec.>", "files.>", "batches.>", "$KV.>")
 
 
@@ -144,14 +144,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsWithUsers]:
 
 
 class Tried:
-    """What one user tried, and what the server said of it."""
+    """Attempts of one user, and the server's errors."""
 
     def __init__(self, client: Client, errors: list[str]) -> None:
         self._client = client
         self._errors = errors
 
     async def refused(self, action: str, tried: list[str]) -> set[str]:
-        """The subjects that were refused, of those ``tried``."""
+        """Try subjects, and return those that the server refused."""
         for subject in tried:
             if action == "publish":
                 await self._client.publish(subject, b"")
@@ -175,7 +175,7 @@ async def attempt(server: NatsWithUsers, user: str) -> Tried:
     return Tried(client, errors)
 
 
-def test_what_is_checked_in_is_what_is_generated() -> None:
+def test_the_checked_in_accounts_are_the_generated_ones() -> None:
     stale = "run: python -m millrace.bus.nats.accounts > deploy/nats/accounts.conf"
     assert (DEPLOY / "accounts.conf").read_text() == accounts.text(), stale
     example = accounts.parse_service("acme=free,batch")
@@ -215,7 +215,7 @@ async def test_each_may_use_its_own_subjects_and_no_other(
 
 
 @pytest.mark.parametrize("part", Part)
-async def test_each_part_finds_its_place(
+async def test_each_part_connects_with_its_own_permissions(
     server: NatsWithUsers, part: Part, caplog: pytest.LogCaptureFixture
 ) -> None:
     bus = await connect(server.config_of(part.value), "test", part=part)
@@ -230,9 +230,9 @@ async def test_a_wrong_permission_says_so_at_once(
     bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
     job = Job(request_id="r1", model="demo", prompt="hi", tenant="acme")
     async with asyncio.timeout(5.0):
-        with pytest.raises(BusForbiddenError, match=r"publish to jobs\.demo\.free\.acme") as told:
+        with pytest.raises(BusForbiddenError, match=r"publish to jobs\.demo\.free\.acme") as raised:
             await bus.jobs.publish(job)
-        assert (told.value.code, told.value.retryable) == ("bus_forbidden", False)
+        assert (raised.value.code, raised.value.retryable) == ("bus_forbidden", False)
         with pytest.raises(BusForbiddenError, match=r"subscribe to ctl\.cancel"):
             await bus.control.subscribe_cancels(lambda _: None)
     for _ in range(3):
@@ -254,7 +254,7 @@ async def test_a_wrong_permission_says_so_at_once(
 async def test_without_the_permission_to_ask_no_request_is_an_orphan(
     server: NatsWithUsers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As for a worker under accounts that were made before workers asked."""
+    """Accounts that predate the question about orphans do not permit workers to ask it."""
     bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
     jobs = [
         Job(request_id=f"r{number}", model="m", prompt="", reply="gw-1", source=Source.HTTP)
@@ -272,7 +272,7 @@ async def test_without_the_permission_to_ask_no_request_is_an_orphan(
     await bus.close()
 
 
-async def test_a_user_in_the_place_of_another_part_is_told(server: NatsWithUsers) -> None:
+async def test_connecting_as_another_part_raises_an_error(server: NatsWithUsers) -> None:
     with pytest.raises(BusForbiddenError, match=r"subscribe to _INBOX\.gateway"):
         await connect(server.config_of("worker"), "test", part=Part.GATEWAY)
 
@@ -342,7 +342,7 @@ async def test_a_service_cannot_name_anothers_result_in_the_body_of_its_own_requ
 async def test_a_service_asks_for_its_results_and_cancels_by_requests_of_its_own_library(
     server: NatsWithUsers,
 ) -> None:
-    """With nothing but nats-py, as the service of a tenant."""
+    """The service of a tenant uses plain nats-py and none of our code."""
     cancels: list[Cancel] = []
     asked: list[tuple[str, str]] = []
 

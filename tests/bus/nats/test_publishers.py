@@ -1,4 +1,4 @@
-"""What services in other languages send is what the accounts permit: bytes of their libraries.
+"""Accounts permit the bytes that publishers' libraries of other languages send.
 
 ``sent/`` has what tests/clients/publishers sent to a nats-server with accounts: a job, requests for
 its result by the product's subject and by the stream's, a cancel, and a request for the result of
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsWithUsers]:
 
 
 class Replayed:
-    """A connection that sends recorded bytes, and what the server answered."""
+    """Connection that sends recorded bytes and reads the server's answer."""
 
     def __init__(self, sent: bytes) -> None:
         self.sent = sent

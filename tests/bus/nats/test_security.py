@@ -1,4 +1,4 @@
-"""The ways to a real nats-server that demands to know who comes, and shows who it is."""
+"""Connections to a real nats-server with authentication and TLS."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tls_options(pair: Pair, verify: Authority | None = None) -> str:
 
 
 async def works(config: NatsConfig) -> None:
-    """It can be connected to, and has our streams."""
+    """Assert that a scheduler connects with this configuration."""
     bus = await connect(config, "test", part=Part.SCHEDULER)
     try:
         assert bus.connected
@@ -54,10 +54,10 @@ async def works(config: NatsConfig) -> None:
         await bus.close()
 
 
-async def refused(config: NatsConfig, kind: type[MillraceError], *said: str) -> None:
+async def refused(config: NatsConfig, kind: type[MillraceError], *messages: str) -> None:
     with pytest.raises(kind) as raised:
         await works(config)
-    for word in said:
+    for word in messages:
         assert word in raised.value.message, raised.value.message
     for secret in (config.password, config.token, config.nkey_seed):
         assert not secret or secret not in raised.value.message
@@ -154,7 +154,7 @@ async def test_tls_with_our_authority(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda ca: ca.sign("old", expired=True), "has expired"),
         (lambda ca: ca.sign("elsewhere", ("nats.example",)), "for another name"),
@@ -162,12 +162,12 @@ async def test_tls_with_our_authority(tmp_path: Path) -> None:
     ids=["expired", "another host's"],
 )
 async def test_certificates_that_are_not_good(
-    tmp_path: Path, make: Callable[[Authority], Pair], said: str
+    tmp_path: Path, make: Callable[[Authority], Pair], message: str
 ) -> None:
     authority = Authority(tmp_path / "ca")
     with serving(tmp_path, tls_options(make(authority))) as server:
         config = NatsConfig(url=server.url, ca_file=str(authority.certificate))
-        await refused(config, UntrustedServerError, said)
+        await refused(config, UntrustedServerError, message)
 
 
 async def test_certificates_of_both_sides(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_nothing_is_told_without_tls_where_tls_is_demanded(tmp_path: Path)
         assert "CONNECT {" not in server.log_path.read_text()
 
 
-async def test_several_servers_of_which_one_is_of_no_use(
+async def test_the_client_skips_absent_and_untrusted_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, other = Authority(tmp_path / "ours"), Authority(tmp_path / "other", "Another")
@@ -255,7 +255,7 @@ async def test_a_password_that_is_changed_in_the_server_is_said_once(
         server.stop()
 
 
-def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+def test_bad_key_and_certificate_files_are_named(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     pair, another = authority.sign("mine"), authority.sign("another")
     locked = authority.sign("locked")
@@ -290,15 +290,15 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
         ({"url": "nats://a:b@one,nats://c:d@two"}, "different user data"),
         ({"nkey_seed": operator.seed}, "nats.nkey_seed"),
     ]
-    for fields, said in cases:
+    for fields, setting in cases:
         config = NatsConfig(**{name: str(value) for name, value in fields.items()})  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as raised:
             Connection(config, "test")
-        assert said in raised.value.message, raised.value.message
+        assert setting in raised.value.message, raised.value.message
         assert operator.seed not in raised.value.message
 
 
-def test_tls_is_of_this_century(tmp_path: Path) -> None:
+def test_tls_needs_version_1_2_and_a_verified_host(tmp_path: Path) -> None:
     from millrace.runtime.tls import client_context
 
     context = client_context("nats", NatsConfig(ca_file=str(Authority(tmp_path).certificate)))

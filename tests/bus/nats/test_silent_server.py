@@ -1,4 +1,4 @@
-"""A NATS server whose host is gone without a word is noticed in time, however much is published."""
+"""Silent NATS server: a lost host is noticed in time at any publishing rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACK_WITHIN_S = 1.0
 
 
 class Reached:
-    """A connection that has two ways to the server; ``silence`` cuts the one that it uses."""
+    """Connection with two ways to the server; ``silence`` cuts the way in use."""
 
     def __init__(self, connection: Connection, relays: list[Relay]) -> None:
         self.connection = connection
@@ -68,7 +68,7 @@ async def publishing(connection: Connection, pause_s: float, payload: bytes) -> 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
+async def test_a_silent_server_is_noticed_at_every_publishing_rate(nats_server: NatsServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         all_reached = []
         for pause_s, payload in ((3_600.0, b""), (0.2, b"x" * 100), (0.002, b"x" * 100_000)):
@@ -91,8 +91,8 @@ async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tls", "ws"])
-def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
-    """On uvloop, as the parts of a system run."""
+def test_a_silent_server_is_noticed_over_tls_and_websockets(scheme: str, tmp_path: Path) -> None:
+    """The connection notices the silence on uvloop, the event loop of a system's parts."""
     authority = Authority(tmp_path / "ca")
     pair = authority.sign("server")
     ws_port = free_port()
@@ -122,7 +122,7 @@ def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.network
 async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
-    """Nothing that is sent is acknowledged, and no end of the connection is told."""
+    """The host acknowledges nothing, and the connection is never reported as closed."""
     with made_network(1) as network:
         address = network.address(1)
         network.start(1, [str(nats_server_path()), "-a", address], tmp_path / "server.log")
@@ -159,8 +159,8 @@ async def heard_again(connection: Connection) -> bytes:
     return payload
 
 
-async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
-    """What was not sent is not waited for."""
+async def test_a_connection_to_a_silent_server_closes_in_time(nats_server: NatsServer) -> None:
+    """The client does not wait for unsent data when it closes."""
     async with reached(nats_server.port) as one, publishing(one.connection, 0.001, b"x" * 100_000):
         await asyncio.sleep(0.1)
         one.silence()

@@ -1,4 +1,4 @@
-"""What becomes of a stream that is there: who changes it, and which of its properties."""
+"""Changes to an existing stream: permitted parts, and the properties that they change."""
 
 from __future__ import annotations
 

@@ -119,17 +119,17 @@ class TestObjects:
         assert await read_all(other, "acme corp", "file-1") == whole
         assert await other.objects.info("other", "file-1") is None
 
-    async def test_nothing_in_it(self, bus: Bus) -> None:
+    async def test_an_empty_object_is_read_as_empty(self, bus: Bus) -> None:
         await bus.objects.put("t", "empty", pieces(), {})
         assert await read_all(bus, "t", "empty") == b""
 
-    async def test_the_first_stays(self, bus: Bus) -> None:
+    async def test_the_first_object_of_a_name_stays(self, bus: Bus) -> None:
         first = await bus.objects.put("t", "file-1", pieces(5), {})
         assert await bus.objects.put("t", "file-1", pieces(9, 9), {}) == first
         assert await read_all(bus, "t", "file-1") == bytes(5)
         assert len(await bus.journal.names("files.chunks.*")) == 1
 
-    async def test_what_breaks_off_leaves_nothing(self, bus: Bus) -> None:
+    async def test_a_broken_upload_leaves_nothing(self, bus: Bus) -> None:
         async def broken() -> AsyncIterator[bytes]:
             yield bytes(CHUNK_BYTES + 1)
             raise ConnectionError
@@ -144,7 +144,7 @@ class TestObjects:
         [asyncio.CancelledError(), BusUnavailableError("away"), JournalConflictError()],
         ids=["cancelled", "cut off", "sent again"],
     )
-    async def test_an_entry_that_was_stored_unheard_of_keeps_its_chunks(
+    async def test_an_entry_stored_without_confirmation_keeps_its_chunks(
         self, bus: Bus, monkeypatch: pytest.MonkeyPatch, error: BaseException
     ) -> None:
         """Cancelled, cut off or sent again while it was under way."""
@@ -181,18 +181,20 @@ class TestObjects:
 
 
 class TestWatchedResults:
-    async def test_whose_results_are_stored_is_told(self, bus: Bus, broker: Broker) -> None:
-        told: list[str] = []
-        watch = await bus.results.watch("acme corp", told.append)
+    async def test_a_watcher_hears_of_its_tenants_stored_results(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        request_ids: list[str] = []
+        watch = await bus.results.watch("acme corp", request_ids.append)
         other = await broker.connect("worker")
         for tenant, request_id in (("acme corp", "batch_1.2"), ("other", "r"), ("acme corp", "r9")):
             await other.results.store(
                 JobResult(request_id=request_id, tenant=tenant, model="m", status="done")
             )
-        await eventually(lambda: told == ["batch_1.2", "r9"])
+        await eventually(lambda: request_ids == ["batch_1.2", "r9"])
         await watch.close()
         await other.results.store(
             JobResult(request_id="late", tenant="acme corp", model="m", status="done")
         )
         await asyncio.sleep(0)
-        assert told == ["batch_1.2", "r9"]
+        assert request_ids == ["batch_1.2", "r9"]

@@ -45,7 +45,7 @@ async def test_new_jobs_are_refused_and_what_is_there_ends(bus: Bus, broker: Bro
     with pytest.raises(StoreFullError) as refused:
         await bus.jobs.publish(job(2))
     assert (refused.value.code, refused.value.store) == ("storage_full", NATS)
-    with pytest.raises(Exception, match=r"size|room"):  # whoever publishes it
+    with pytest.raises(Exception, match=r"size|room"):  # from any publisher
         await broker.store("jobs.demo.free.local", b"by hand")
     [leased] = await bus.jobs.pull(TENANT_QUEUE, 8, 5.0)
     await bus.jobs.ack(leased.lease)

@@ -41,7 +41,7 @@ class TestResults:
         assert await other.results.fetch("acme corp", "r.1") == result
         assert await other.results.fetch("other", "r.1") is None
 
-    async def test_whole_as_it_was(self, bus: Bus) -> None:
+    async def test_a_result_comes_back_unchanged(self, bus: Bus) -> None:
         score = TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5)))
         result = JobResult(
             request_id="r",
@@ -144,7 +144,7 @@ class TestOutbox:
         stored = [codec.RECORD.decode(message.payload) for message in pulled]
         assert stored == [request_record(request_id) for request_id in (*ids, "alone")]
 
-    async def test_one_that_is_too_large_goes_alone(self, bus: Bus) -> None:
+    async def test_a_too_large_record_fails_alone(self, bus: Bus) -> None:
         large = RequestRecord(request_id="x" * bus.max_payload_bytes, tenant="t", cost=Decimal(0))
         records = (request_record("r1"), large, request_record("r2"))
         outcomes = await asyncio.gather(
@@ -157,7 +157,7 @@ class TestOutbox:
         ]
         assert await bus.outbox.last_sequence() == 2
 
-    async def test_who_does_not_wait_any_more_holds_up_nobody(self, bus: Bus) -> None:
+    async def test_a_cancelled_publisher_does_not_delay_others(self, bus: Bus) -> None:
         publishing = [
             asyncio.ensure_future(bus.outbox.publish(request_record(f"r{number}"), 0.05))
             for number in range(3)

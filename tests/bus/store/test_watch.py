@@ -1,4 +1,4 @@
-"""What a process knows of the stores, with disks and a bus that a test has in its hands."""
+"""Storage watch, with fake disks and a fake bus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIG = StorageConfig(nats_dir="nats", clickhouse_dir="rows", min_free_bytes=1
 
 
 class Disks:
-    """By folder, in MiB; None: it cannot be looked at."""
+    """Free space of each folder in MiB, or None for a folder that cannot be read."""
 
     def __init__(self, **free_mib: int | None) -> None:
         self.free_mib = free_mib
@@ -48,7 +48,7 @@ async def test_a_disk_is_short_below_the_mark_and_well_a_little_above_it() -> No
     watch.check()
 
 
-async def test_what_can_wait_closes_no_door() -> None:
+async def test_a_short_telemetry_disk_does_not_close_the_queue() -> None:
     disks = Disks(nats=500, rows=1)
     watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
     await watch.look()
@@ -56,7 +56,7 @@ async def test_what_can_wait_closes_no_door() -> None:
     assert list(watch.troubles()) == [CLICKHOUSE]
 
 
-async def test_a_disk_that_cannot_be_looked_at_is_as_it_was() -> None:
+async def test_an_unreadable_disk_keeps_its_last_state() -> None:
     disks = Disks(nats=1, rows=None)
     watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)
     await watch.look()
@@ -123,7 +123,7 @@ async def test_the_bus_is_asked_seldom_while_its_disk_has_room() -> None:
     ("free_mib", "rest_s"),
     [(50, 1.0), (101, 1.0), (8_000, 1.0), (8_400, 2.0), (20_000, 4.0), (10**6, 5.0)],
 )
-async def test_a_disk_is_left_alone_for_less_than_it_could_fill_in(
+async def test_the_interval_between_looks_is_shorter_than_the_disk_takes_to_fill(
     free_mib: int, rest_s: float
 ) -> None:
     watch = StoreWatch(
@@ -184,7 +184,7 @@ async def test_metrics_say_which_store() -> None:
     registry = CollectorRegistry()
     registry.register(StoreMetrics((NATS, KAFKA), watch.troubles, lambda: watch.free))
     await watch.look()
-    told = render(registry).decode()
-    assert 'millrace_store_healthy{store="nats"} 0.0' in told
-    assert 'millrace_store_healthy{store="kafka"} 1.0' in told
-    assert 'millrace_store_free_bytes{store="clickhouse"} 5.24288e+08' in told
+    metrics = render(registry).decode()
+    assert 'millrace_store_healthy{store="nats"} 0.0' in metrics
+    assert 'millrace_store_healthy{store="kafka"} 1.0' in metrics
+    assert 'millrace_store_free_bytes{store="clickhouse"} 5.24288e+08' in metrics

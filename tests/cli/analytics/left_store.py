@@ -27,7 +27,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Ran(NamedTuple):
-    """What a command answered."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

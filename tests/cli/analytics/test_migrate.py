@@ -1,4 +1,4 @@
-"""``millrace migrate``, and saved queries over what it made."""
+"""``millrace migrate``, and saved queries over the migrated tables."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_server_that_is_named_is_asked_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Neither the system that runs on the folder nor the store in it answers in its place."""
+    """The system that runs on the folder and the store in the folder are not asked."""
     (tmp_path / "clickhouse").mkdir()
     write_endpoints(tmp_path, clickhouse="http://127.0.0.1:9")
     assert main(["sql", "SELECT 1", "--data", str(tmp_path)]) == 0
@@ -158,7 +158,7 @@ def test_a_server_that_is_named_is_asked_and_no_other(
 
 
 def test_where_a_system_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument, then a variable, then what runs on the folder, then the defaults."""
+    """An argument comes first, then a variable, the system on the folder, and the defaults."""
     default = locate(tmp_path)
     assert default.nats.url == NatsConfig().url
     write_endpoints(tmp_path, nats="nats://here:1", redis="redis://here:2", kafka="here:3")
@@ -172,14 +172,14 @@ def test_where_a_system_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def write_endpoints(data: Path, **addresses: str) -> None:
-    """As ``millrace up`` does."""
+    """Write the endpoints file of a running system, as ``millrace up`` does."""
     (data / "run").mkdir(exist_ok=True)
     endpoints = dict.fromkeys(("http", "nats", "redis", "kafka", "clickhouse"), "") | addresses
     (data / "run" / "endpoints.json").write_text(json.dumps(endpoints))
 
 
 def test_straight_from_the_store_that_a_system_left(tmp_path: Path) -> None:
-    """In processes of their own: the engine holds a store until its process ends."""
+    """Every command has its own process because the engine holds a store until its process ends."""
     script = (
         "import sys, chdb\n"
         "store = chdb.connect(sys.argv[1])\n"

@@ -148,8 +148,8 @@ def refusal(number: int, after_s: float, count: int, tenant: str = "acme") -> Re
     )
 
 
-def test_what_was_refused(tmp_path: Path) -> None:
-    """Behind what was used, each once, and as a CSV of its own; of models there is none."""
+def test_the_usage_report_lists_refusals(tmp_path: Path) -> None:
+    """Refusals follow usage, each counted once, and have a separate CSV; models have none."""
     refusals = [
         refusal(0, 1.0, 3),
         refusal(1, 2.0, 4),
@@ -217,7 +217,7 @@ def test_totals_are_exact_and_say_what_is_not_known() -> None:
         ("2024-02-29", "2024-02-29T00:00:00Z"),
     ],
 )
-def test_moments(text: str, expected: str) -> None:
+def test_dates_and_times_are_parsed_to_minutes(text: str, expected: str) -> None:
     assert shown(parse_minute(text)) == expected
 
 
@@ -238,7 +238,7 @@ def test_moments(text: str, expected: str) -> None:
         ("2026-11-01T08:30:00Z ", "neither a date"),
     ],
 )
-def test_moments_that_are_none(text: str, why: str) -> None:
+def test_invalid_dates_and_times_are_refused(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_minute(text)
 

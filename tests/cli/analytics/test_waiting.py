@@ -56,7 +56,7 @@ def data(tmp_path: Path) -> Path:
 
 
 class Naps:
-    """In place of ``time.sleep``: runs what happens meanwhile."""
+    """Replacement of ``time.sleep`` that runs ``meanwhile``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
         self.num = 0
@@ -98,7 +98,7 @@ def test_telemetry_that_does_not_listen_yet_is_waited_for(
 
 
 @pytest.mark.parametrize("command", [_SQL, ("migrate", "--dry-run", "--data")])
-def test_waiting_ends(
+def test_waiting_for_a_system_ends_with_an_error(
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -106,9 +106,9 @@ def test_waiting_ends(
 ) -> None:
     monkeypatch.setattr(store, "_WAIT_S", 0.1)
     assert main([*command, str(data)]) == 2
-    said = capsys.readouterr().err
-    assert f"the system on {data} did not answer within" in said
-    assert "millrace status" in said
+    error = capsys.readouterr().err
+    assert f"the system on {data} did not answer within" in error
+    assert "millrace status" in error
 
 
 def test_a_system_is_not_asked_at_the_address_of_another(
@@ -127,7 +127,7 @@ def test_a_system_is_not_asked_at_the_address_of_another(
 def test_an_owner_that_was_killed_is_not_waited_for(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pid belongs to another process now, and its address to another server."""
+    """The dead owner's pid belongs to another process and its address to another server."""
     (data / "run" / "up.pid").write_text("1 1\n")
     write_endpoints(data, clickhouse="http://127.0.0.1:9")
     monkeypatch.setattr(store, "ask_embedded", lambda *_: b"from the folder")
@@ -170,7 +170,7 @@ def test_telemetry_without_a_millrace_up_is_asked_at_its_address(
 
 
 async def test_the_engine_itself_locks_the_folder(tmp_path: Path) -> None:
-    """In a process of its own: the engine holds a store until its process ends."""
+    """The holder has its own process because the engine holds a store until its process ends."""
     folder = tmp_path / "clickhouse"
     script = "import sys, chdb; it = chdb.connect(sys.argv[1]); print('open', flush=True); input()"
     holder = subprocess.Popen(
@@ -185,7 +185,7 @@ async def test_the_engine_itself_locks_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tables_says_so(tmp_path: Path) -> None:
-    """In a process of its own, as above."""
+    """The command has its own process because the engine holds a store until its process ends."""
     (tmp_path / "clickhouse").mkdir()
     command = [sys.executable, "-m", "millrace.cli", *_SQL, str(tmp_path)]
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and millrace.v1, small enough to say exactly what it sends when."""
+"""Server with OpenAI's API and millrace.v1, whose answers and their times a test knows exactly."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _whole(status: int, value: dict[str, Any]) -> bytes:
 
 @contextmanager
 def scripted_server(**options: Any) -> Iterator[ScriptedServer]:
-    """One in a thread of its own, for as long as the block lasts."""
+    """Run a scripted server in a separate thread until the block ends."""
     server = ScriptedServer(**options)
     ready = threading.Event()
     loop = asyncio.new_event_loop()

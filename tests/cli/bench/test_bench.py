@@ -1,4 +1,4 @@
-"""``millrace bench``: whole runs against a server that says exactly what it sends."""
+"""``millrace bench``: whole runs against a server whose answers are known exactly."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_closed_loop_counts_what_the_server_sent(api: TargetApi) -> None:
 
 
 def test_an_open_loop_sends_when_requests_are_due_whatever_the_server_does() -> None:
-    """The server stalls for 0.8 s; whoever was due then has waited for the rest of it."""
+    """Requests that are due while the server stalls for 0.8 s wait for the rest of the stall."""
     with scripted_server() as server:
         server.stall(after_requests=40, seconds=0.8)
         report = run_load(
@@ -215,7 +215,7 @@ def test_the_command_writes_a_report_and_a_page(
 
 
 def _check_page(text: str, report: LoadReport) -> None:
-    """It needs nothing from anywhere, and its pictures are well formed."""
+    """Check that the page fetches nothing and that its pictures are well-formed XML."""
     for fetching in ("<script", "src=", "href=", "@import", "url("):
         assert fetching not in text
     pictures = text.split("<svg")[1:]
@@ -244,7 +244,7 @@ def test_an_interrupt_ends_the_run_and_reports_what_there_is(tmp_path: Path) -> 
             ],
             stdout=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background may have it ignored.
+            # A shell ignores SIGINT for tests that run in the background.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:

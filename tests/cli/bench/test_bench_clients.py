@@ -41,7 +41,7 @@ def _exchange(loop: asyncio.AbstractEventLoop) -> ClientExchange:
 def _http(
     answer: bytes, cuts: list[int], *, then_close: bool = False
 ) -> tuple[ClientExchange, _Wire]:
-    """What an exchange holds after an answer that comes in pieces of these lengths."""
+    """Return the exchange after an answer that arrives in pieces of these lengths."""
     loop = asyncio.new_event_loop()
     try:
         connection, wire, exchange = HttpConnection(), _Wire(), _exchange(loop)
@@ -257,7 +257,7 @@ def test_arrivals_have_their_rate_and_their_burstiness() -> None:
 
 
 @pytest.mark.parametrize("text", ["7", "uniform:3:9", "lognormal:100:0.5", "lognormal:100:0.5:120"])
-def test_a_spread_is_what_it_says(text: str) -> None:
+def test_a_length_spread_draws_its_distribution(text: str) -> None:
     spread = parse_spread(text)
     assert str(spread) == text
     drawn = [spread.draw(random.Random(seed)) for seed in range(4_000)]

@@ -61,7 +61,7 @@ class Processes:
 
 
 class Workers:
-    """What they are told to be, and what they tell: nothing before ``held`` or ``roles`` has it."""
+    """Fake workers with the statuses of ``held`` and ``roles``; ``started`` has the new ones."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -126,7 +126,7 @@ class Rig:
         await self.clock.advance(0.0)
 
     async def has_up(self, *names: str) -> None:
-        """What is starting is up now, which is all of these besides worker-1."""
+        """Report that ``names`` run besides worker-1, as the scaler desires."""
         await self.hear(1 + len(names))
         self.processes.started(*names)
         await self.settle()
@@ -139,7 +139,7 @@ async def rig() -> AsyncIterator[Rig]:
     await rig.scaler.close()
 
 
-async def test_what_is_wanted_starts_once_and_side_by_side(rig: Rig) -> None:
+async def test_wanted_workers_start_once_and_in_parallel(rig: Rig) -> None:
     await rig.hear(3)
     await rig.hear(3, after_s=0.25)
     assert rig.processes.starts == ["worker-2", "worker-3"]
@@ -220,7 +220,7 @@ async def test_a_name_is_not_used_again_while_the_old_process_is_there(rig: Rig)
     assert list(rig.processes.starting) == ["worker-3"]
 
 
-async def test_all_may_go_and_the_first_comes_back(rig: Rig) -> None:
+async def test_a_model_may_scale_to_zero_and_back(rig: Rig) -> None:
     await rig.hear(0, after_s=LATER_S)
     assert list(rig.processes.stopping) == ["worker-1"]
     rig.processes.stopped("worker-1")
@@ -253,7 +253,7 @@ async def test_a_start_that_works_makes_up_for_those_that_failed(rig: Rig) -> No
     assert list(rig.processes.starting) == ["worker-3"]
 
 
-async def test_two_that_fail_together_cost_one_pause(rig: Rig) -> None:
+async def test_two_workers_that_fail_together_cost_one_pause(rig: Rig) -> None:
     await rig.hear(3)
     rig.processes.failed("worker-2")
     rig.processes.failed("worker-3")
@@ -262,7 +262,7 @@ async def test_two_that_fail_together_cost_one_pause(rig: Rig) -> None:
     assert list(rig.processes.starting) == ["worker-2", "worker-3"]
 
 
-async def test_a_closed_one_starts_and_stops_nothing(rig: Rig) -> None:
+async def test_a_closed_scaler_starts_and_stops_nothing(rig: Rig) -> None:
     await rig.hear(3)
     await rig.scaler.close()
     assert rig.processes.starting == {}

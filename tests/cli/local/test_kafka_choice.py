@@ -1,4 +1,4 @@
-"""Which Kafka ``millrace up`` starts, and what it says of it."""
+"""Choice of Kafka by ``millrace up``, and its messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_another_word_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ("kafka: {server: redpanda}", "`$.kafka.server`; it is one of embedded, apache"),
         ("worker: {engine: {kind: vlm}}", "`$.worker.engine.kind`; it is one of real, simulated"),
@@ -85,12 +85,12 @@ def test_another_word_is_refused(
     ],
 )
 def test_a_wrong_setting_is_named(
-    settings: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "settings.yaml").write_text(settings)
     config = str(tmp_path / "settings.yaml")
     assert main(["up", "--data", str(tmp_path), "--config", config]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_wrong_variable_is_named(
@@ -98,8 +98,8 @@ def test_a_wrong_variable_is_named(
 ) -> None:
     monkeypatch.setenv("MILLRACE_KAFKA__SERVER", "apche")
     assert main(["up", "--data", str(tmp_path)]) == 2
-    told = "MILLRACE_KAFKA__SERVER: Invalid enum value 'apche'; it is one of embedded, apache"
-    assert told in capsys.readouterr().err
+    message = "MILLRACE_KAFKA__SERVER: Invalid enum value 'apche'; it is one of embedded, apache"
+    assert message in capsys.readouterr().err
 
 
 def test_nothing_starts_without_what_kafka_needs(
@@ -162,14 +162,14 @@ def test_the_disk_of_apache_kafka_is_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "says"),
+    ("program", "messages"),
     [
         (None, ("a stand-in for Kafka at 127.0.0.1:9092", "--kafka apache", "librdkafka")),
         (_PROGRAM, (f"Apache Kafka {jars.VERSION} at 127.0.0.1:9092", "docs/kafka.md")),
     ],
 )
 def test_the_start_message_says_which_clients_may_come(
-    program: KafkaProgram | None, says: tuple[str, ...], tmp_path: Path
+    program: KafkaProgram | None, messages: tuple[str, ...], tmp_path: Path
 ) -> None:
     endpoints = Endpoints(
         http="http://127.0.0.1:8000",
@@ -180,5 +180,5 @@ def test_the_start_message_says_which_clients_may_come(
     )
     models = StartingModels(known=load_catalogue(""), entries={}, saved=SavedModels())
     plan = Plan(data=tmp_path, config=Config(), models=("demo",), serving=models, kafka=program)
-    said = greeting(endpoints, plan)
-    assert [word for word in says if word not in said] == []
+    message = greeting(endpoints, plan)
+    assert [word for word in messages if word not in message] == []

@@ -1,4 +1,4 @@
-"""Models that are added and removed: what is remembered, and what happens when something fails."""
+"""Added and removed models: remembered changes, and failures of a change."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_what_was_changed_is_remembered_exactly(tmp_path: Path, tiny: Path) -> N
 def test_what_is_run_at_the_next_start(tmp_path: Path, tiny: Path) -> None:
     gone = tmp_path / "gone"
     saved = SavedModels(added={"tiny": _added(tiny), "gone": _added(gone)}, removed=("demo",))
-    wanted, added, said = models_to_run(None, "demo", saved)
+    wanted, added, messages = models_to_run(None, "demo", saved)
     assert (wanted, list(added)) == ([], ["tiny"])
-    assert "the model gone, added earlier, is left out: " in said[0]
+    assert "the model gone, added earlier, is left out: " in messages[0]
     assert models_to_run(["demo"], "demo", saved)[0] == ["demo"]
     only_removed = SavedModels(removed=("demo",))
     assert models_to_run(None, "demo", only_removed)[0] == ["demo"]  # there is no other
@@ -162,7 +162,7 @@ class System:
         return load_catalogue(str(self.data / "run" / f"{file}.yaml"))
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What gateways offer, and what schedulers know."""
+        """Return the names of models that gateways offer and of models known to schedulers."""
         return self.catalogue("models").names(), self.catalogue("known-models").names()
 
 
@@ -207,7 +207,9 @@ async def test_versions_of_a_model_have_names_of_their_own(tmp_path: Path, tiny:
 
 
 @pytest.mark.parametrize("error", [StartError("worker-2 ended"), MillraceError("odd")])
-async def test_what_fails_changes_nothing(tmp_path: Path, tiny: Path, error: Exception) -> None:
+async def test_a_failed_change_changes_nothing(
+    tmp_path: Path, tiny: Path, error: Exception
+) -> None:
     system = System(tmp_path)
     system.host.fails = error
     with pytest.raises(MillraceError, match=str(error)):

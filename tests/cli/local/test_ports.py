@@ -22,7 +22,7 @@ def test_no_port_is_given_twice() -> None:
 
 
 def test_what_somebody_else_was_given_is_taken_until_it_is_closed() -> None:
-    """Another system that starts at the same moment, and whose servers do not listen yet."""
+    """The other system starts at the same moment, and its servers do not listen yet."""
     first, second = PortPicker(), PortPicker()
     port = first.pick("gateway", 20_000)
     moved = second.pick("clickhouse", port)

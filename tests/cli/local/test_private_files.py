@@ -18,7 +18,7 @@ ENDPOINTS = Endpoints(
 
 
 def variables(file: Path) -> dict[str, str]:
-    """What a shell has after it read the file."""
+    """Return the variables of a shell after it has read the file."""
     script = 'set -a; . "$0"; env -0'
     done = subprocess.run(
         ["env", "-i", "/bin/sh", "-c", script, str(file)], capture_output=True, check=True

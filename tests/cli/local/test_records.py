@@ -1,4 +1,4 @@
-"""Kafka and telemetry may come late, or not at all: what is said then, and that they are tried."""
+"""Late or missing Kafka and telemetry: the messages about them, and further attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KAFKA = f"import sys; open(sys.argv[-1], 'w').write('127.0.0.1:9'); {_WAITS}"
 
 
 class Machine:
-    """A supervisor on a folder, and what was said and written."""
+    """Supervisor on a folder, with its messages and files."""
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
@@ -72,7 +72,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-async def test_what_is_ready_in_time_is_not_spoken_of(machine: Machine) -> None:
+async def test_telemetry_that_is_ready_in_time_is_not_mentioned(machine: Machine) -> None:
     machine.is_up.touch()
     machine.start(machine.telemetry())
     await machine.records.wait(60.0)
@@ -104,9 +104,9 @@ async def test_a_folder_that_telemetry_cannot_have_is_named(
     machine.is_up.touch()
     machine.start(replace(machine.telemetry(), before_start=lambda: make_private(folder)))
     await machine.records.wait(60.0)
-    [told] = machine.said
-    assert str(folder) in told
-    assert told.endswith("It is started again in 5 s.")
+    [message] = machine.said
+    assert str(folder) in message
+    assert message.endswith("It is started again in 5 s.")
     folder.unlink()
     await machine.clock.advance(5.0)
     await eventually(lambda: machine.said[1:] == ["Telemetry is ready."])
@@ -120,9 +120,9 @@ async def test_telemetry_that_cannot_start_says_why_and_is_tried_again(
     broken = f"import os; os.path.exists({str(mended)!r}) or exit('the store is broken')\n{_WAITS}"
     machine.start(machine.telemetry(broken))
     await machine.records.wait(60.0)
-    [told] = machine.said
-    assert "telemetry-1 ended with exit code 1 before it was ready: the store is broken" in told
-    assert told.endswith(
+    [message] = machine.said
+    assert "telemetry-1 ended with exit code 1 before it was ready: the store is broken" in message
+    assert message.endswith(
         "Requests are served meanwhile, and their records wait in NATS. It is started again in 5 s."
     )
     await machine.clock.advance(5.0)

@@ -113,7 +113,7 @@ async def test_stopping_kills_what_does_not_listen(supervisor: Supervisor, tmp_p
     assert not psutil.pid_exists(pid)
 
 
-async def test_when_all_stop_one_that_takes_its_time_is_told_twice(
+async def test_a_slow_process_gets_a_second_stop_signal(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     log = tmp_path / "logs" / "slow.log"
@@ -216,9 +216,7 @@ async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     await eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-async def test_what_can_wait_gives_way_to_the_others(
-    tmp_path: Path, supervisor: Supervisor
-) -> None:
+async def test_a_process_runs_at_its_niceness(tmp_path: Path, supervisor: Supervisor) -> None:
     await supervisor.start(Process("first", _WAITS))
     await supervisor.start(Process("later", _WAITS, niceness=7))
     niceness = {name: psutil.Process(_pid(tmp_path, name)).nice() for name in ("first", "later")}

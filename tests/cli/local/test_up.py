@@ -1,4 +1,4 @@
-"""What ``millrace up`` makes of its arguments, before anything starts."""
+"""Arguments of ``millrace up``, before any process starts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_roles_are_switched_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--autoscale", "3"], "'3' is not MIN:MAX"),
         (["--autoscale", "3:2"], "MIN is 3"),
@@ -109,7 +109,7 @@ def test_roles_are_switched_where_that_is_asked_for(tmp_path: Path) -> None:
 )
 def test_workers_that_cannot_be_are_refused_before_anything_starts(
     arguments: list[str],
-    says: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +119,7 @@ def test_workers_that_cannot_be_are_refused_before_anything_starts(
     )
     monkeypatch.chdir(tmp_path)
     assert main(["up", "--data", str(tmp_path), *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("nats.*"))
 
 
@@ -147,7 +147,7 @@ def test_an_unknown_setting_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--port", "-1"], "between 1 and 65535, got -1"),
         (["--port", "99999"], "between 1 and 65535, got 99999"),
@@ -156,10 +156,10 @@ def test_an_unknown_setting_is_refused_by_name(
     ],
 )
 def test_an_address_that_cannot_be_is_refused_before_anything_starts(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["up", "--data", str(tmp_path), *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("nats.*"))
 
 
@@ -181,10 +181,10 @@ def test_who_needs_a_key_is_told_how_to_make_one(host: str, demanded: bool, tmp_
         clickhouse="http://127.0.0.1:8123",
     )
     config = Config(gateway=GatewayConfig(host=host))
-    said = greeting(endpoints, _plan_of(tmp_path / "a folder", config))
-    assert "http://127.0.0.1:8000/ops" in said
-    assert ("Authorization" in said) is demanded
-    commands = re.findall(r"^ *millrace (keys .+)$", said, re.MULTILINE)
+    message = greeting(endpoints, _plan_of(tmp_path / "a folder", config))
+    assert "http://127.0.0.1:8000/ops" in message
+    assert ("Authorization" in message) is demanded
+    commands = re.findall(r"^ *millrace (keys .+)$", message, re.MULTILINE)
     assert len(commands) == demanded
     for command in commands:
         parsed = build_parser().parse_args(shlex.split(command))

@@ -1,4 +1,4 @@
-"""``--workers`` and ``--autoscale MIN:MAX`` as they are written, and what is refused."""
+"""Arguments of ``--workers`` and ``--autoscale MIN:MAX``, valid and refused ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_bounds_are_read(text: str, bounds: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         *(
             (text, "is not MIN:MAX")
@@ -49,6 +49,6 @@ def test_bounds_are_read(text: str, bounds: tuple[int, int]) -> None:
         ("4:2", "MIN is 4, which is more than MAX, 2"),
     ],
 )
-def test_other_bounds_are_refused(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_other_bounds_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_bounds(text, 8)

@@ -1,4 +1,4 @@
-"""``millrace embed`` on a tiny checkpoint, and what sentence-transformers' files say about it."""
+"""``millrace embed`` on a tiny checkpoint, with and without sentence-transformers' files."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def sentence_files(checkpoint: Path, modules: list[str], pooling: dict[str, Any]
         ({"pooling_mode": "mean"}, "mean"),
     ],
 )
-def test_the_checkpoint_chooses(checkpoint: Path, pooling: dict[str, Any], chosen: str) -> None:
+def test_the_checkpoint_sets_pooling_and_normalization(
+    checkpoint: Path, pooling: dict[str, Any], chosen: str
+) -> None:
     _, asked = embed(checkpoint, TEXTS, "--pooling", chosen, "--normalize")
     sentence_files(checkpoint, ["Transformer", "Pooling", "Normalize"], pooling)
     code, answers = embed(checkpoint, TEXTS)
@@ -126,7 +128,9 @@ def test_a_checkpoint_that_asks_for_more_is_refused(
     assert word in capsys.readouterr().err
 
 
-def test_nobody_chooses(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_pooling_the_command_names_its_option(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert embed(checkpoint, TEXTS) == (2, [])
     assert "--pooling" in capsys.readouterr().err
 

@@ -118,7 +118,7 @@ def test_files_that_cannot_be_opened(
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_whatever_the_engine_offers(
+def test_lines_may_use_every_feature_of_the_engine(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = list(range(5, 45))
@@ -155,7 +155,7 @@ def test_whatever_the_engine_offers(
 
 
 @pytest.mark.parametrize("rows", [slice(199, 200), slice(None)], ids=["one token", "all"])
-def test_weights_that_are_not_numbers_end_only_who_meets_them(
+def test_nan_weights_end_only_the_requests_that_use_them(
     tmp_path: Path, checkpoint: Path, rows: slice
 ) -> None:
     broken = tmp_path / "broken"

@@ -48,7 +48,7 @@ def test_a_line_with_an_unknown_adapter_is_bad(tmp_path: Path, checkpoint: Path)
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("sql", "NAME=PATH"),
         ("sql=/nowhere/at/all", "cannot be found"),
@@ -62,7 +62,7 @@ def test_a_bad_option_is_told_before_the_engine_starts(
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
     option: str,
-    told: str,
+    message: str,
 ) -> None:
     (tmp_path / "in.jsonl").write_text("")
     arguments = [
@@ -70,4 +70,4 @@ def test_a_bad_option_is_told_before_the_engine_starts(
         *("--output", str(tmp_path / "out.jsonl"), "--adapter", option.format(folder=tmp_path)),
     ]
     assert main(arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ DRAWN = {"prompt": "race", "max_tokens": 24, "seed": 3, "top_p": 0.9, "ignore_eo
 def test_the_runner_of_a_gpu_answers_the_same(
     tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With plain torch for its kernels, recorded steps and overlap, and without both."""
+    """Recorded steps and overlap, on plain torch kernels, do not change the answers."""
     _, expected = generate(tmp_path, checkpoint, [GREEDY, DRAWN])
     for options in ((), ("--no-cuda-graphs", "--no-overlap")):
         caplog.clear()
@@ -61,7 +61,7 @@ def test_weights_are_quantized_when_they_are_loaded(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--gpu-memory-fraction", "1.5"), "gpu_memory_fraction must be above 0"),
         (("--kv-cache-dtype", "fp8"), "kernels of a GPU"),
@@ -80,8 +80,8 @@ def test_a_bad_option_is_told_in_a_sentence(
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
     options: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     code, _ = generate(tmp_path, checkpoint, [GREEDY], *options)
     assert code != 0
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ TOKEN = "stages-of-tests"
 
 @pytest.fixture
 def catalogue(tmp_path: Path, checkpoint: Path) -> Path:
-    """It has the model ``split``, over two ranks."""
+    """Return a catalogue with the model ``split``, which runs on two ranks."""
     file = tmp_path / "models.yaml"
     file.write_text(f"models:\n  split:\n    source: {checkpoint}\n    parallel: {{tensor: 2}}\n")
     return file

@@ -99,16 +99,16 @@ def test_lines_that_are_no_text_are_named_by_number(
         {"messages": [{"role": "miller"}]},
     )
     assert quantize(checkpoint, tmp_path / "made", "w4a16", "--calibrate", str(file)) == 2
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for number in (3, 4, 5, 6):
-        assert f"texts.jsonl, line {number}: " in told
-    assert "line 1:" not in told
-    assert "one of text, prompt and messages" in told
+        assert f"texts.jsonl, line {number}: " in errors
+    assert "line 1:" not in errors
+    assert "one of text, prompt and messages" in errors
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--group", "100"), "multiple of 32 inputs, got 100"),
         (("--samples", "0"), "--samples must be at least 1"),
@@ -128,13 +128,13 @@ def test_what_cannot_be_is_told_in_a_sentence(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[str, ...],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").write_text("\n")
     (tmp_path / "wheat.gguf").write_text("GGUF")
     assert quantize(checkpoint, tmp_path / "made", "w4a16", *options) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 

@@ -70,7 +70,7 @@ def test_a_life_of_an_adapter(adapters: Adapters, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("sql", "nowhere/at/all"), "cannot be found"),
         (("a b", "{folder}"), "An adapter's name must be"),
@@ -82,11 +82,11 @@ def test_a_life_of_an_adapter(adapters: Adapters, folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_offered(
-    adapters: Adapters, folder: Path, arguments: tuple[str, ...], told: str
+    adapters: Adapters, folder: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, err = adapters.run("add", *(one.format(folder=folder) for one in arguments))
     assert code == 2
-    assert told in err
+    assert message in err
 
 
 def test_of_several_models_one_is_to_be_named(

@@ -1,4 +1,4 @@
-"""Lines of logs: their times, the last of them, and what is added while somebody reads."""
+"""Lines of logs: their times, the last lines, and lines added while a command follows them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_pid_that_another_process_has_by_now_is_not_signalled(tmp_path: Path) 
         file.write_text(f"{other.pid} 1\n")
         assert supervising(tmp_path) is None
         assert main(["down", "--data", str(tmp_path)]) == 0
-        assert Supervising(other.pid, 1).terminate(0.0)  # the one that was meant has ended
+        assert Supervising(other.pid, 1).terminate(0.0)  # the supervised process has ended
         assert other.poll() is None
     finally:
         other.kill()
@@ -142,7 +142,7 @@ def test_down_waits_as_long_as_it_is_told(
         stubborn.communicate()
 
 
-def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_a_killed_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     for odd in ("", "12", "x y", "1 2 3", "999999999 1"):
         (tmp_path / "run" / "up.pid").write_text(odd)
@@ -154,7 +154,7 @@ def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out) == {"state": "not running", "well": False}
 
 
-def test_the_own_line_is_of_this_process(tmp_path: Path) -> None:
+def test_the_pid_line_names_this_process(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "up.pid").write_text(own_line())
     found = supervising(tmp_path)
@@ -164,7 +164,7 @@ def test_the_own_line_is_of_this_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [
         (0.4, "0 s"),
         (59.0, "59 s"),
@@ -173,5 +173,5 @@ def test_the_own_line_is_of_this_process(tmp_path: Path) -> None:
         (86_400.0, "1 d"),
     ],
 )
-def test_lengths_of_time(seconds: float, told: str) -> None:
-    assert lasting(seconds) == told
+def test_lengths_of_time(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text

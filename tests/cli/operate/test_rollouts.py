@@ -1,4 +1,4 @@
-"""``millrace models promote`` and its kin on a real redis-server, with nobody to drive them."""
+"""Commands for rollouts on a real redis-server, without a scheduler."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_life_of_a_rollout(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (
             ("promote", "tiny@v3"),
@@ -81,10 +81,10 @@ def test_a_life_of_a_rollout(models: Models) -> None:
         (("rollback", "other"), "There is no rollout of 'other'"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(
-    models: Models, arguments: tuple[str, ...], says: str
+def test_an_impossible_rollout_is_one_sentence(
+    models: Models, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, err = models.run(*arguments)
     assert code == 2
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""``millrace workers`` on a real bus, with workers that say what they are told."""
+"""``millrace workers`` on a real bus, with scripted workers."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ async def test_role_says_why_a_worker_keeps_its_own(
         await bus.workers.announce(_status(name))
     url = nats_config.url
     assert await millrace("role", "worker-1", "prefill", nats_url=url) == 2
-    said = capsys.readouterr().err
-    assert "The role of worker-1 cannot be changed: roles are not for vllm" in said
+    error = capsys.readouterr().err
+    assert "The role of worker-1 cannot be changed: roles are not for vllm" in error
     assert await millrace("role", "worker-2", "prefill", nats_url=url) == 2
     assert "it does not answer" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The gaps between tokens: percentiles of many, and what steps taken at once come to."""
+"""Gaps between tokens: percentiles, and gaps of several steps taken at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that simulated workers pull from one another: how long it takes, and what can go wrong."""
+"""Pulls of blocks between simulated workers: their duration and failures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_link_carries_one_pull_at_a_time_in_each_direction() -> None:
     run_virtual(main)
 
 
-def test_who_has_nothing_or_is_nobody_is_not_waited_for() -> None:
+def test_a_source_without_blocks_or_absent_is_not_pulled_from() -> None:
     async def main(_clock: VirtualClock) -> None:
         world = _World()
         assert not world.pull("b", _source("nobody"))
@@ -105,7 +105,7 @@ def test_what_takes_longer_than_computing_or_than_two_seconds_is_not_begun(
     run_virtual(main)
 
 
-def test_a_source_that_ends_breaks_off_and_who_waited_for_it_computes() -> None:
+def test_a_request_computes_its_blocks_when_its_source_ends() -> None:
     async def main(clock: VirtualClock) -> None:
         world = _World()
         world.pull("b", _source("a"))
@@ -130,7 +130,7 @@ def test_nobody_hears_of_what_was_to_go_to_a_worker_that_ended() -> None:
     run_virtual(main)
 
 
-def test_what_there_is_no_room_for_does_not_come() -> None:
+def test_blocks_without_room_are_not_pulled() -> None:
     async def main(clock: VirtualClock) -> None:
         world = _World()
         taken = _sequence("taken")

@@ -68,7 +68,7 @@ def test_a_trace_of_three_by_hand() -> None:
     _check_conserved([first, second, third])
 
 
-def test_what_the_report_makes_of_it() -> None:
+def test_the_report_of_a_trace_by_hand() -> None:
     trace = [make_request(0.0), make_request(0.05)]
     settings = make_settings(1, slots=1, gpu_hour_price=3.6, gpus_per_worker=2.0)
     report = report_trace(trace, settings)
@@ -92,7 +92,7 @@ def test_the_turns_of_a_session_follow_one_another() -> None:
     first, second, other = run_trace(trace, make_settings(1)).outcomes
     assert second.sent_s == pytest.approx(first.end_s)
     assert other.sent_s == pytest.approx(0.02)
-    # All that was said before, but for the last token, whose keys and values nobody computed.
+    # All earlier tokens except the last one, whose keys and values were not computed.
     assert second.num_cached_tokens == 112
 
 
@@ -190,7 +190,7 @@ def test_backlogged_tenants_are_served_alike_by_tokens() -> None:
 @pytest.mark.parametrize("gap_s", [1.0, 0.1])
 @pytest.mark.parametrize("num_shared", [0, 39, 99])
 def test_short_prompts_are_spread_over_equal_workers(gap_s: float, num_shared: int) -> None:
-    """One after the other, and some at a time; all alike, or each another one."""
+    """The spread holds for equal and for different prompts, one at a time and several at a time."""
     shared = (("same", num_shared),) if num_shared else ()
     trace = make_load(120, gap_s, prompt_tokens=num_shared + 1, prefix=shared, output_tokens=20)
     outcomes = run_trace(trace, make_settings(2, slots=16)).outcomes
@@ -207,7 +207,7 @@ def test_a_long_prompt_goes_where_it_is_cached() -> None:
 
 
 def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
-    # Five prompts for four workers, so that those who take turns do not meet the same one again.
+    # Five prompts for four workers: round-robin does not send a prompt to the same worker again.
     trace = [
         make_request(
             0.25 * number, prompt_tokens=500, output_tokens=5, prefix=((f"p{number % 5}", 480),)
@@ -222,7 +222,7 @@ def test_prefixes_draw_requests_to_the_workers_that_have_them() -> None:
     assert affine.overall.ttft_ms.mean < apart.overall.ttft_ms.mean
 
 
-def test_batch_work_makes_way_for_what_somebody_waits_for() -> None:
+def test_batch_work_gives_way_to_interactive_requests() -> None:
     batch = make_load(40, 0.01, tier=Tier.BATCH, output_tokens=400)
     chat = [make_request(2.0 + number, tier=Tier.PRO, output_tokens=50) for number in range(10)]
     trace = sorted([*batch, *chat], key=lambda request: request.at_s)
@@ -303,7 +303,7 @@ def test_policies_side_by_side_with_a_page(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--policy", "random"], "--policy"),
         (["--policy", "fair+fifo"], "--policy"),
@@ -322,13 +322,13 @@ def test_policies_side_by_side_with_a_page(
     ],
 )
 def test_arguments_that_make_no_sense_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     trace = tmp_path / "t.jsonl"
     with trace.open("w") as file:
         write_trace([make_request(0.0)], file)
     assert main(["simulate", "--trace", str(trace), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_trace_is_written_as_it_is_read() -> None:
@@ -340,8 +340,10 @@ def test_a_trace_is_written_as_it_is_read() -> None:
 
 
 def test_what_services_publish_waits_for_the_limits_of_its_tenant() -> None:
-    """Three hundred at once: those that a gateway admitted are shed above the queue's bound, the
-    others run eight at a time, as the tier free has it."""
+    """A gateway's jobs, of 300 jobs at once, are shed above the queue's bound.
+
+    A service's jobs run eight at a time, the limit of the tier free.
+    """
     settings = make_settings(1, scheduler=SchedulerConfig(max_queued_jobs=50))
     burst = [make_request(0.0, tenant="service", published=True) for _ in range(300)]
     outcomes = run_trace(burst, settings).outcomes

@@ -30,7 +30,7 @@ def _group(num_devices: int, **collectives: float) -> SimulationSettings:
     return replace(settings, config=replace(settings.config, worker=worker), gpu_hour_price=3.6)
 
 
-def test_what_is_exchanged_by_hand() -> None:
+def test_exchange_times_match_a_calculation_by_hand() -> None:
     """A 70B model over 4 devices: 160 sums of 8,192 numbers a token, of which a device sends one
     and a half times as many, and 128,256 logits a sequence, of which it has not got three
     quarters."""
@@ -54,8 +54,10 @@ def test_a_group_is_faster_by_its_devices_and_slower_by_what_it_exchanges() -> N
 def test_all_devices_of_a_group_are_paid_for() -> None:
     report = report_trace([make_request(0.0)], _group(4))
     assert report.cost.gpu_hours == pytest.approx(4 * 0.05 / 3_600)
-    told = replace(_group(4), gpus_per_worker=8.0)
-    assert report_trace([make_request(0.0)], told).cost.gpu_hours == pytest.approx(8 * 0.05 / 3_600)
+    group = replace(_group(4), gpus_per_worker=8.0)
+    assert report_trace([make_request(0.0)], group).cost.gpu_hours == pytest.approx(
+        8 * 0.05 / 3_600
+    )
 
 
 def _run(folder: Path, arguments: str) -> tuple[int, Any]:
@@ -89,7 +91,7 @@ def test_one_device_exchanges_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--tensor-parallel 0", "--tensor-parallel must be between 1 and"),
         ("--model-shape 80,8192,128256", "--model-shape goes with --tensor-parallel"),
@@ -99,7 +101,7 @@ def test_one_device_exchanges_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     assert _run(tmp_path, arguments)[0] == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_a_leap_takes_as_long_as_its_steps(
     assert leaping.busy_s == pytest.approx(stepping.busy_s)
 
 
-def test_what_is_over_is_settled_at_any_time() -> None:
+def test_finished_steps_are_settled_at_any_time() -> None:
     batch = LeapingBatch(LATENCY, **_bounds(100, 4))
     sequence = _sequence(1, 8, 20)
     batch.add(sequence)

@@ -1,4 +1,4 @@
-"""Prefill and decode apart in a simulation: streams go on elsewhere with blocks that are pulled."""
+"""Separate prefill and decode workers in a simulation: streams continue with pulled blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _settings(
 
 
 def _beside_a_stream(*others: TraceRequest) -> list[TraceRequest]:
-    """What would hold up a stream that runs from the start."""
+    """Return a trace of one stream from the start, and ``others`` that would delay its tokens."""
     return [make_request(0.0, prompt_tokens=100, output_tokens=400), *others]
 
 
@@ -68,8 +68,8 @@ def test_a_stream_goes_on_behind_its_prompt_with_pulled_blocks() -> None:
     # The first prompt is short and stays where it decodes. The second takes 1 s at the worker for
     # prompts, and goes on there while 62 blocks come, in 9.92 ms of bytes and 5 ms beside. When it
     # is taken away, the step under way is waited for, 10 ms. The last 9 tokens of the prompt and
-    # 2 made meanwhile are computed in a step with the first stream, 21 ms, behind the one that is
-    # under way there, 10 ms at most.
+    # 2 made meanwhile are computed in a step with the first stream, 21 ms, after the running step
+    # of that stream, 10 ms at most.
     trace = _beside_a_stream(make_request(0.5, prompt_tokens=1_000, output_tokens=101))
     result = run_trace(trace, _settings(_PREFILL, _DECODE))
     first, second = result.outcomes
@@ -105,12 +105,12 @@ def test_a_stream_stays_where_its_blocks_take_longer_than_computing_them() -> No
     )
     settings = msgspec.structs.replace(_settings(_PREFILL, _DECODE), link=slow)
     result = run_trace(trace, settings)
-    # Nobody knows of the link before the first pull, which is not begun either: all is computed.
+    # The link is not measured before the first pull, which does not begin: all is computed.
     assert result.num_pulled_tokens == 0
     assert all(outcome.status is Status.DONE for outcome in result.outcomes)
 
 
-def test_what_was_pulled_is_found_again_where_it_came_to() -> None:
+def test_pulled_blocks_are_cached_at_the_pulling_worker() -> None:
     shared = (("same", 999),)
     trace = _beside_a_stream(
         make_request(0.5, prompt_tokens=1_000, prefix=shared, output_tokens=20),
@@ -178,14 +178,14 @@ def test_what_a_drained_worker_runs_pulls_its_blocks_before_that_is_gone() -> No
 
 
 def _late_share(result: Result, from_s: float) -> float:
-    """Of the requests after a time those whose first token took longer than 2 s."""
+    """Return the share of requests sent since ``from_s`` whose first token took longer than 2 s."""
     later = [one for one in result.outcomes if one.request.at_s >= from_s]
     return sum(one.first_s - one.sent_s > 2.0 for one in later) / len(later)
 
 
 def test_a_wrong_split_is_mended_while_it_serves() -> None:
-    # 4 prompts a second of 1 s each are for 5 workers, and there are 2 for them. Those that decode
-    # have a quarter of their slots taken.
+    # 4 prompts a second of 1 s each need 5 workers, and 2 have that role. The decode workers have
+    # a quarter of their slots taken.
     trace = make_load(240, 0.25, prompt_tokens=1_000, output_tokens=400)
     roles = [_PREFILL] * 2 + [_DECODE] * 6
     stays = run_trace(trace, _settings(*roles))
@@ -304,7 +304,7 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--workers prefill:0", "prefill:1,decode:2"),
         ("--workers prefill:1,serve:2", "roles of both, prefill, decode"),
@@ -318,25 +318,25 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_what_makes_no_sense_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     trace = str(_trace_file(tmp_path))
     assert main(["simulate", "--trace", trace, *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [("transfer: false", "--workers"), ("transfer: true, prefix_cache: false", "prefix_cache")],
 )
 def test_roles_take_blocks_that_can_be_pulled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, message: str
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"worker:\n  engine: {{{engine}}}\n")
     running = f"simulate --trace {_trace_file(tmp_path)} --config {config}"
     assert main([*running.split(), "--workers", "prefill:1,decode:1"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_says_how_often_roles_were_switched(

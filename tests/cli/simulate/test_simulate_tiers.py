@@ -23,7 +23,7 @@ def outcomes_of(
     enterprise_tokens: int,
     drain_s: float = 300.0,
 ) -> dict[Tier, list[RequestOutcome]]:
-    """Of a worker that is full of free streams when the first enterprise request comes, at 5 s."""
+    """Simulate one worker full of free streams when enterprise requests begin at 5 s."""
     few = {"tier": Tier.FREE, "prompt_tokens": 20, "output_tokens": free_tokens}
     free = [make_request(0.001 * n, tenant=f"f{n % 3}", **few) for n in range(num_free)]
     enterprise = [

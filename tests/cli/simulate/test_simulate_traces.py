@@ -43,7 +43,7 @@ def test_a_trace_is_read_by_arrival(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "truncated"),
         ("[1]", "object"),
@@ -60,13 +60,13 @@ def test_a_trace_is_read_by_arrival(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")
     with pytest.raises(ConfigError, match="line 2") as caught:
         read_trace(path)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert main(["simulate", "--trace", str(path)]) == 2
     assert "line 2" in capsys.readouterr().err
 
@@ -95,10 +95,10 @@ def test_a_turn_goes_on_behind_the_answer_before_it() -> None:
     first = TraceRequest(at_s=0, prompt_tokens=10, output_tokens=3, session="s")
     second = TraceRequest(at_s=9, prompt_tokens=20, output_tokens=3, session="s")
     begin = texts.first_answer_token(first, "r1")
-    said = (*texts.prompt(first, "r1"), begin, begin + 1, begin + 2)
-    assert texts.prompt(second, "r2")[:13] == said
+    expected = (*texts.prompt(first, "r1"), begin, begin + 1, begin + 2)
+    assert texts.prompt(second, "r2")[:13] == expected
     foreign = msgspec.structs.replace(second, tenant="somebody else")
-    assert texts.prompt(foreign, "r3")[0] != said[0]
+    assert texts.prompt(foreign, "r3")[0] != expected[0]
 
 
 # --- drawing ---
@@ -181,7 +181,7 @@ def test_tenants_have_their_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--rate 0", "--rate"),
         ("--rate 1 --tenants 0", "--tenants"),
@@ -195,10 +195,10 @@ def test_tenants_have_their_shares() -> None:
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     assert main(["simulate", "synthesise", *arguments.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # --- from the store ---
@@ -251,7 +251,7 @@ def test_histories_of_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
-    """In processes of their own: the engine holds a store until its process ends."""
+    """Another process writes the store because the engine holds it until its process ends."""
     script = (
         "import sys, chdb\n"
         "store = chdb.connect(sys.argv[1])\n"

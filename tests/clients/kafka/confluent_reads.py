@@ -1,4 +1,4 @@
-"""As Reads.java, with confluent-kafka. usage: BOOTSTRAP TOPIC SINCE_MS"""
+"""Consumer with confluent-kafka, equal to Reads.java. usage: BOOTSTRAP TOPIC SINCE_MS"""
 
 import json
 import sys

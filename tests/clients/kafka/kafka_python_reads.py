@@ -1,4 +1,4 @@
-"""As Reads.java, with kafka-python. usage: BOOTSTRAP TOPIC SINCE_MS"""
+"""Consumer with kafka-python, equal to Reads.java. usage: BOOTSTRAP TOPIC SINCE_MS"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""One system of small models, made here, for the tests of what each kind of model is for."""
+"""System of small models, made here, for tests of each kind of model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ TOOL_FORMATS = (ToolFormat.MISTRAL, ToolFormat.QWEN3_CODER, ToolFormat.DEEPSEEK_
 
 @pytest.fixture(scope="package")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name: one that makes embeddings only and one that makes tokens, a cross-encoder, a
-    classifier, and one for each of some formats of calls, by the format's name."""
+    """Write small models and return their folders by name.
+
+    They are an embedder, a model that generates tokens, a cross-encoder, a classifier, and one
+    model for each of several tool-call formats, named after the format.
+    """
     folder = tmp_path_factory.mktemp("models")
     models = {
         "embedder": write_checkpoint(folder / "embedder", architectures=["LlamaModel"]),
@@ -50,7 +53,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def small(
     small_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
-    """Each has a worker, numbered in their order."""
+    """Run a system with one worker per model, numbered in the models' order."""
     models = [part for path in small_models.values() for part in ("--model", str(path))]
     data = tmp_path_factory.mktemp("small")
     # Seven engines start at a time.

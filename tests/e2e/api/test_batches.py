@@ -1,4 +1,4 @@
-"""A batch on the whole system, whose gateway is killed in the middle."""
+"""Batch on the whole system, whose gateway is killed in the middle."""
 
 from __future__ import annotations
 

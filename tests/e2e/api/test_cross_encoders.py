@@ -1,4 +1,4 @@
-"""A cross-encoder and a classifier from the catalogue to HTTP, beside what transformers says."""
+"""Cross-encoder and classifier over HTTP, against transformers' results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def http(small: System) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def logits(path: Path, *texts: str) -> list[float]:
-    """What transformers makes of a text or a pair, with tokenizer and model of its own."""
+    """Return the logits of transformers for a text or a pair."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.inference_mode():
@@ -95,10 +95,10 @@ async def test_texts_are_classified_as_transformers_would(
     http: httpx.AsyncClient, small_models: dict[str, Path]
 ) -> None:
     answer = (await http.post("/classify", json={"model": "labeller", "input": _DOCUMENTS})).json()
-    for told, text in zip(answer["data"], _DOCUMENTS, strict=True):
+    for result, text in zip(answer["data"], _DOCUMENTS, strict=True):
         expected = torch.tensor(logits(small_models["labeller"], text)).softmax(0)
-        assert told["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
-        assert told["label"] == ("bad", "good", "odd")[int(expected.argmax())]
+        assert result["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert result["label"] == ("bad", "good", "odd")[int(expected.argmax())]
 
 
 async def test_a_service_has_a_pair_scored(small: System, small_models: dict[str, Path]) -> None:
@@ -124,8 +124,8 @@ async def test_a_service_has_a_pair_scored(small: System, small_models: dict[str
         await eventually(is_there, timeout_s=20.0)
     finally:
         await bus.close()
-    told = struct.unpack("<f", found[0].embedding)
-    assert told == pytest.approx(logits(small_models["ranker"], _QUERY, _DOCUMENTS[0]), abs=1e-5)
+    score = struct.unpack("<f", found[0].embedding)
+    assert score == pytest.approx(logits(small_models["ranker"], _QUERY, _DOCUMENTS[0]), abs=1e-5)
 
 
 async def test_what_it_is_for_is_told_and_all_else_refused(http: httpx.AsyncClient) -> None:

@@ -45,7 +45,7 @@ async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
 
 
 async def test_openai_client_gets_one_of_its_choices(system: System) -> None:
-    """As vLLM's users send them; each is meant to the letter."""
+    """A choice with special characters is taken literally, in the two forms of vLLM's clients."""
     choices = ["a.b*c", "(x)[y]{z}", "^$|\\", "two words\n", "漢字", "a-b&c#d~e"]
     async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
         forms: list[tuple[dict[str, Any], list[str]]] = [
@@ -112,7 +112,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"guided_json": LOOP}, "nothing finite matches"),
         (
@@ -135,7 +135,7 @@ TOOLS = [
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bad_form_is_a_bad_request(
-    http: httpx.AsyncClient, fields: dict[str, Any], said: str, stream: bool
+    http: httpx.AsyncClient, fields: dict[str, Any], message: str, stream: bool
 ) -> None:
     response = await http.post(
         "/v1/chat/completions", json=chat_body(QUESTION, stream=stream, **fields)
@@ -148,5 +148,5 @@ async def test_a_bad_form_is_a_bad_request(
         error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["code"] in ("grammar_invalid", "invalid_parameter")
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["param"].startswith(next(iter(fields)))

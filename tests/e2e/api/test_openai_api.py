@@ -296,8 +296,8 @@ async def test_a_session_remembers(client: openai.AsyncOpenAI, http: httpx.Async
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.prompt_tokens > first.usage.total_tokens
-    kept = (await http.get(f"/v1/sessions/{session_id}")).json()["messages"]
-    assert [(turn["role"], turn["content"]) for turn in kept] == [
+    messages = (await http.get(f"/v1/sessions/{session_id}")).json()["messages"]
+    assert [(turn["role"], turn["content"]) for turn in messages] == [
         ("user", "What is TTFT?"),
         ("assistant", first.choices[0].message.content),
         ("user", "What is a KV cache?"),

@@ -1,4 +1,4 @@
-"""What one tenant's prompts left in the cache helps that tenant, and shows nothing to another."""
+"""Prefix cache of one tenant: it speeds up that tenant and reveals nothing to another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A request that is refused is a row in the store, on the page and in what a tenant used; one that
-the engine refused costs nothing."""
+"""Refused requests: rows in the store, on the page and in the tenant's usage.
+
+A request refused by the engine costs nothing.
+"""
 
 from __future__ import annotations
 

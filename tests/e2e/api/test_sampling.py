@@ -1,4 +1,4 @@
-"""Sampling options are heeded by every API, and go on where a killed worker stopped."""
+"""Sampling options: each API applies them, and they survive a killed worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of checkpoints whose tags are special tokens, from the engine to OpenAI's client."""
+"""Tool calls of checkpoints whose tags are special tokens, read with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI, tool_format: To
             arguments += piece.function.arguments or ""
     assert (name, arguments, content) == ("light", call.function.arguments, "")
 
-    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     again = await client.chat.completions.create(
-        **(options | {"max_tokens": 4}), messages=[*ASKED, message.to_dict(), told]
+        **(options | {"max_tokens": 4}), messages=[*ASKED, message.to_dict(), result]
     )
     assert again.usage is not None
     assert whole.usage is not None

@@ -1,5 +1,4 @@
-"""Whose key asked, how it was asked and what its client noted, in the row of a request: through
-every door."""
+"""Key, API and metadata in the row of a request, for every entry point."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _MESSAGES = [{"role": "user", "content": "What is TTFT?"}]
 
 @dataclass(frozen=True)
 class KeyedClient:
-    """A client with a key, whose requests are told apart by ``note`` in their metadata."""
+    """Client with a key; ``note`` in the metadata identifies a request."""
 
     system: System
     http: httpx.AsyncClient
@@ -104,7 +103,7 @@ class KeyedClient:
             await eventually(is_over, 30.0, "the batch's end")
 
     async def job(self, note: str) -> None:
-        """What another service says of its own customers' keys is its own to say."""
+        """Publish a job with a key id: a service names its own customers' keys."""
         job = Job(
             request_id=f"job-{uuid.uuid4().hex}",
             model="demo",
@@ -130,12 +129,14 @@ def client(system: System, http: httpx.AsyncClient, bus: Bus) -> KeyedClient:
 
 
 async def test_each_door_leaves_key_and_metadata_in_the_row(client: KeyedClient) -> None:
-    doors: list[Callable[[str], Awaitable[None]]] = [
+    entry_points: list[Callable[[str], Awaitable[None]]] = [
         *(client.chat, client.completion, client.response),
         *(client.socket, client.batch, client.job),
     ]
-    names = [door.__name__ for door in doors]
-    await asyncio.gather(*(door(name) for door, name in zip(doors, names, strict=True)))
+    names = [entry_point.__name__ for entry_point in entry_points]
+    await asyncio.gather(
+        *(entry_point(name) for entry_point, name in zip(entry_points, names, strict=True))
+    )
     rows: list[dict[str, Any]] = []
 
     async def are_stored() -> bool:
@@ -143,7 +144,7 @@ async def test_each_door_leaves_key_and_metadata_in_the_row(client: KeyedClient)
             "SELECT metadata['note'] AS note, key_id, toInt64(count()) AS requests "
             f"FROM requests_once WHERE tenant = '{client.tenant}' GROUP BY note, key_id"
         )
-        return len(rows) >= len(doors)
+        return len(rows) >= len(entry_points)
 
     await eventually(are_stored, 30.0, "a row for each door")
     assert {row["note"]: row["key_id"] for row in rows} == dict.fromkeys(names, client.key_id)
@@ -151,11 +152,11 @@ async def test_each_door_leaves_key_and_metadata_in_the_row(client: KeyedClient)
 
 async def test_each_door_leaves_how_it_was_asked_in_the_row(client: KeyedClient) -> None:
     """The job of a service has no ``reply``, so no client reads its tokens as they come."""
-    doors = [
+    entry_points = [
         *(client.chat, client.streamed, client.completion, client.response, client.message),
         *(client.socket, client.batch, client.job),
     ]
-    await asyncio.gather(*(door(door.__name__) for door in doors))
+    await asyncio.gather(*(entry_point(entry_point.__name__) for entry_point in entry_points))
     rows: list[dict[str, Any]] = []
 
     async def are_stored() -> bool:
@@ -164,7 +165,7 @@ async def test_each_door_leaves_how_it_was_asked_in_the_row(client: KeyedClient)
             "isNull(deadline_at) OR deadline_at > received_at AS ok FROM requests FINAL "
             f"WHERE tenant = '{client.tenant}' ORDER BY api, stream, tier"
         )
-        return len(rows) >= len(doors)
+        return len(rows) >= len(entry_points)
 
     await eventually(are_stored, 30.0, "a row for each door")
     assert [(row["api"], row["stream"], row["max_tokens"]) for row in rows] == [
@@ -200,8 +201,8 @@ async def test_a_row_of_a_tool_call_says_what_its_client_was_told(client: KeyedC
     tool = {"type": "function", "function": _FUNCTION}
     path = "/v1/chat/completions"
     asked = _FORCED | {"messages": _MESSAGES, "tools": [tool], "max_tokens": 60}
-    told = await client.calling(path, asked)
-    assert told["choices"][0]["finish_reason"] == "tool_calls"
+    answer = await client.calling(path, asked)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
     cut = await client.calling(path, asked | {"max_tokens": 3})
     assert cut["choices"][0]["finish_reason"] == "length"
     text = await client.calling(path, asked | {"tool_choice": "none", "max_tokens": 2})

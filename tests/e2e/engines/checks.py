@@ -1,4 +1,4 @@
-"""What a user of the whole system gets, whatever engine is behind the bus.
+"""Checks of the whole system that hold for each engine behind the bus.
 
 A module beside this one derives a class for its engine, and has a module-scoped fixture ``system``
 that runs the demo model on it.
@@ -43,7 +43,7 @@ _WEATHER: dict[str, Any] = {
 
 
 class EngineAnswerChecks:
-    """What holds with every engine."""
+    """Checks that hold for every engine."""
 
     kind: ClassVar[EngineKind]
 
@@ -109,8 +109,10 @@ class EngineAnswerChecks:
 
 
 class EngineSystemChecks(EngineAnswerChecks):
-    """And with those that take grammars, by a server that the worker starts: ``program`` is the
-    name of its program."""
+    """Checks for engines that support grammars and whose server the worker starts.
+
+    ``program`` is the name of the server's program.
+    """
 
     program: ClassVar[str]
 

@@ -1,5 +1,7 @@
-"""A system with a worker for prompts and one that decodes: streams go on behind their first token
-with the blocks of the other, whoever is killed; and so they do from a worker that drains."""
+"""System with a prefill and a decode worker: a stream continues with the blocks of the other.
+
+It continues after either worker is killed, and when a worker drains.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ async def _num_pulled_moves(system: System, http: httpx.AsyncClient) -> float:
 
 
 def _records_of_pulls(system: System) -> list[dict[str, Any]]:
-    """Of requests that pulled from where an earlier attempt at them was."""
+    """Return the rows of requests that pulled from the worker of an earlier attempt."""
     return system.sql(
         "SELECT worker, kv_source, pulled_tokens, pulls.pulled_tokens AS attempts, "
         "prompt_tokens, completion_tokens "
@@ -83,7 +85,7 @@ def _records_of_pulls(system: System) -> list[dict[str, Any]]:
 
 async def test_streams_go_on_behind_prompts_that_another_has_computed(apart: System) -> None:
     async with httpx.AsyncClient(base_url=apart.http, timeout=60.0) as http:
-        # Nobody decodes, so each is computed where it decodes.
+        # The decode worker is idle, so it computes each prompt itself.
         alone = [text for number in range(4) for text in await _texts(http, number, 1)]
         busy = await _busy(http)
         assert await _texts(http, 0, 4) == alone

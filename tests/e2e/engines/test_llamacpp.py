@@ -61,7 +61,7 @@ _SCALED = {
 }
 
 
-async def test_its_workers_come_with_a_load_and_go_with_it(tmp_path: Path) -> None:
+async def test_llamacpp_workers_scale_with_the_load(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text(json.dumps(_SCALED))
     arguments = (

@@ -1,4 +1,4 @@
-"""Workers of one model on two engines, vLLM and our own: what one drops the other goes on with."""
+"""Workers of one model on vLLM and our own engine: each continues the other's streams."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ async def test_streams_of_a_killed_worker_go_on_in_another_engine(
         return system.sql(f"SELECT worker, epoch FROM requests FINAL WHERE request_id IN ({ids})")
 
     await eventually(lambda: len(rows()) == _NUM_STREAMS, timeout_s=20.0)
-    # Those that it had when it was killed; one may have reached its end before.
+    # Streams of the worker when it was killed; a stream may have ended before.
     moved = [row["worker"] for row in rows() if int(row["epoch"]) > 1]
     assert len(moved) > 1
     assert all(worker.startswith(f"{heir}-") for worker in moved)
 
 
 async def _ask(system: System, number: int) -> tuple[int, str]:
-    """How many tokens came, each index once, and the request's id."""
+    """Return the number of received tokens, each index once, and the request's id."""
     answer = await ask_websocket(
         system.websocket, f"What is TTFT? {number}", max_tokens=_NUM_TOKENS, ignore_eos=True
     )

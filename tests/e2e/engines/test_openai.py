@@ -48,7 +48,7 @@ class _Server:
         self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet)
 
     async def is_amid_streams(self) -> bool:
-        """Whether several have some tokens, and more to come."""
+        """Return whether at least three streams have 4 to 25 tokens."""
         async with httpx.AsyncClient() as http:
             slots = (await http.get(f"http://127.0.0.1:{self.port}/slots")).json()
         made: list[int] = [

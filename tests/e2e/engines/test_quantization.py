@@ -1,5 +1,4 @@
-"""A system whose worker rounds its weights to int8: it answers, within a schema too, and its
-streams go on when the worker is killed."""
+"""System with int8 weights: answers, answers within a schema, and streams of a killed worker."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 async def _ask_all(http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
-    """Each goes on for long behind the answer."""
+    """Start one stream per question; each continues long after its answer."""
     tasks = [
         asyncio.create_task(ask_sse(http, question, max_tokens=_MAX_TOKENS, ignore_eos=True))
         for question in _QUESTIONS

@@ -42,7 +42,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def _ranks(system: System) -> list[psutil.Process]:
-    """By their numbers, those of the first stage first."""
+    """Return the processes of all ranks in rank order, those of the first stage first."""
     [lead] = psutil.Process(system.pid("worker-1")).children()
     return [lead, *children_by_age(lead.pid)]
 

@@ -29,7 +29,7 @@ TOKEN = "stages-of-tests"
 
 
 class Hosts:
-    """The worker's, which is all of Millrace, and the one that joins it."""
+    """The worker's host, which runs all of Millrace, and the host that joins it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class Hosts:
         )
 
     def start_stages(self) -> None:
-        """As a user, or what watches over it, starts it again when it has died."""
+        """Start the stages again, as a user or a supervisor does after they died."""
         token = str(self._folder / "token")
         log = self._folder / "stages.log"
         self.stages = Stages(log, "--join", self._address, "--token-file", token)

@@ -70,8 +70,8 @@ async def test_an_operator_swaps_roles_while_streams_run(
 
             await eventually(all_run)
             for name, role in (("worker-2", "prefill"), ("worker-1", "decode")):
-                said = await asyncio.to_thread(_workers, system, capsys, "role", name, role)
-                assert said == f"the role of {name} is {role}; it was {before[name]}\n"
+                output = await asyncio.to_thread(_workers, system, capsys, "role", name, role)
+                assert output == f"the role of {name} is {role}; it was {before[name]}\n"
             assert not running.done(), "they ran all the while"
             after = {"worker-1": "decode", "worker-2": "prefill"}
             assert await asyncio.to_thread(_listed, system, capsys) == after

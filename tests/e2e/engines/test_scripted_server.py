@@ -1,5 +1,7 @@
-"""The whole system on a server that takes completions and nothing else, and writes what a test
-says: what agents ask of it by default, and what it cannot keep."""
+"""Whole system on a server that offers plain completions only and writes scripted text.
+
+Agents send their default requests, and features that the server lacks are refused or reported.
+"""
 
 from __future__ import annotations
 
@@ -92,24 +94,27 @@ async def test_one_call_ends_the_answer_and_the_server_s_stream(
         ("/v1/responses", responses(parallel_tool_calls=False)),
         ("/v1/messages", messages(tool_choice={"type": "auto", "disable_parallel_tool_use": True})),
     ]
-    told = []
+    results = []
     for path, body in asked:
         answer = await http.post(path, json=body)
         assert _codes(answer) == _STRICT
-        told.append(answer.json())
+        results.append(answer.json())
         assert server.num_written < 1_000, path
     server.event_s = 0.0
-    (choice,) = told[0]["choices"]
+    (choice,) = results[0]["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"]["name"], choice["finish_reason"]) == ("weather", "tool_calls")
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
     assert choice["message"]["content"] == "I look."
-    num_tokens = told[0]["usage"]["completion_tokens"]
+    num_tokens = results[0]["usage"]["completion_tokens"]
     assert 10 < num_tokens < len(f"I look.\n{_CALL}")
-    assert [item["type"] for item in told[1]["output"]] == ["message", "function_call"]
-    assert told[1]["usage"]["output_tokens"] == num_tokens
-    assert [block["type"] for block in told[2]["content"]] == ["text", "tool_use"]
-    assert (told[2]["stop_reason"], told[2]["usage"]["output_tokens"]) == ("tool_use", num_tokens)
+    assert [item["type"] for item in results[1]["output"]] == ["message", "function_call"]
+    assert results[1]["usage"]["output_tokens"] == num_tokens
+    assert [block["type"] for block in results[2]["content"]] == ["text", "tool_use"]
+    assert (results[2]["stop_reason"], results[2]["usage"]["output_tokens"]) == (
+        "tool_use",
+        num_tokens,
+    )
     several = (await http.post("/v1/chat/completions", json=chat(max_tokens=400))).json()
     assert len(several["choices"][0]["message"]["tool_calls"]) > 3
 

@@ -1,5 +1,7 @@
-"""A system whose worker proposes tokens: its answers are those of one that does not, usage and rows
-tell what came of them, and streams go on when the worker is killed."""
+"""Speculative decoding in a whole system: the answers are those without speculation.
+
+Usage and rows count proposed and accepted tokens, and streams survive the worker's death.
+"""
 
 from __future__ import annotations
 

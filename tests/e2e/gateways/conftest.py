@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 @pytest.fixture(autouse=True)
 async def both_come_back(pair: System) -> AsyncIterator[None]:
-    """After each test both gateways serve again, whatever was done to them."""
+    """Wait after each test until both gateways serve."""
     yield
     for gateway in GATEWAYS:
         await _serves(pair, gateway)

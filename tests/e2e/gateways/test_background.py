@@ -1,4 +1,4 @@
-"""An answer in the background goes on, and is followed token for token, whatever is killed."""
+"""Background answers: they continue and are followed token for token after kills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _request() -> dict[str, Any]:
 
 
 async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
-    """The text, from as many streams as it takes, each behind the last event of the one before."""
+    """Read the text over several streams, each after the last event of the previous one."""
     text, after = "", 0
     while True:
         try:
@@ -50,7 +50,7 @@ async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
 
 
 async def _answers(client: openai.AsyncOpenAI) -> bool:
-    """Whether a gateway is there again."""
+    """Return whether a gateway answers."""
     try:
         await client.models.list()
     except openai.APIError:
@@ -70,7 +70,9 @@ async def _answers(client: openai.AsyncOpenAI) -> bool:
         ),
     ],
 )
-async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, ...]) -> None:
+async def test_a_background_answer_continues_when_parts_are_killed(
+    pair: System, parts: tuple[str, ...]
+) -> None:
     async with _client(pair) as client:
         undisturbed = await client.responses.create(**_request())
     async with _client(pair) as client:
@@ -87,10 +89,10 @@ async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, 
         followers = [_follow(client, response_id) for _ in range(2)]
         texts = await asyncio.wait_for(asyncio.gather(*followers), timeout=90.0)
         assert texts == [undisturbed.output_text] * 2
-        kept = await client.responses.retrieve(response_id)
-    assert (kept.status, kept.output_text) == ("incomplete", undisturbed.output_text)
-    assert kept.usage is not None
-    assert kept.usage.output_tokens == NUM_TOKENS
+        stored = await client.responses.retrieve(response_id)
+    assert (stored.status, stored.output_text) == ("incomplete", undisturbed.output_text)
+    assert stored.usage is not None
+    assert stored.usage.output_tokens == NUM_TOKENS
     query = (
         "SELECT count() AS num_rows, any(completion_tokens) AS completion_tokens "
         f"FROM requests FINAL WHERE request_id = '{response_id}'"

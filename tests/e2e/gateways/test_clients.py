@@ -1,4 +1,4 @@
-"""Two gateways on one port: whichever dies, clients that come back go on with their answers."""
+"""Two gateways on one port: clients of a dead gateway continue their answers at the other."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ async def _recorded_once(system: System, answers: list[Answer]) -> None:
     )
     await eventually(lambda: len(system.sql(query)) == NUM_CLIENTS, what="rows")
     for row in system.sql(query):
-        told = (int(row["num_rows"]), row["status"], int(row["completion_tokens"]))
-        assert told == (1, "done", NUM_TOKENS)
+        figures = (int(row["num_rows"]), row["status"], int(row["completion_tokens"]))
+        assert figures == (1, "done", NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Syste
     answer = await asyncio.wait_for(task, timeout=60.0)
     assert client.num_connections > 1
     async with httpx.AsyncClient(base_url=system.http) as http:
-        kept = (await http.get(f"/v1/sessions/{session_id}")).json()
-    assert [(turn["role"], turn["content"]) for turn in kept["messages"]] == [
+        session = (await http.get(f"/v1/sessions/{session_id}")).json()
+    assert [(turn["role"], turn["content"]) for turn in session["messages"]] == [
         ("user", "What is TTFT?"),
         ("assistant", answer.text),
     ]

@@ -1,4 +1,4 @@
-"""Answers whose gateways are killed: cancelled after the grace, unless their clients come back."""
+"""Answers of killed gateways: cancelled after the grace, unless their clients return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def slow_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 class _Reader:
-    """Reads one answer as server-sent events, over as many connections as it takes."""
+    """Reader of one answer as server-sent events, over several connections."""
 
     def __init__(self, system: System, **fields: Any) -> None:
         self.request_id = ""
@@ -65,7 +65,7 @@ class _Reader:
         self._body = chat_body("What is TTFT?", stream=True, max_tokens=NUM_TOKENS, **fields)
 
     async def read(self) -> None:
-        """Read to the end, from behind what came so far."""
+        """Read to the end, from the last received event on."""
         event_id, text = "", ""
         async with self._lines() as lines:
             async for name, value in lines:
@@ -133,7 +133,7 @@ def _rows(system: System, request_id: str) -> list[dict[str, Any]]:
 
 
 async def _spent(system: System) -> Decimal:
-    """By the counter of the tenant's budget."""
+    """Return the spend that the counter of the tenant's budget shows."""
     async with httpx.AsyncClient(base_url=system.http) as http:
         (account,) = (await http.get("/v1/limits")).json()["accounts"]
     return Decimal(account["spent"].get("USD", 0))
@@ -146,7 +146,7 @@ def _cost_of_rows(system: System) -> Decimal:
     return Decimal(row["paid"])
 
 
-async def test_an_answer_for_nobody_ends_after_the_grace(slow_system: System) -> None:
+async def test_an_orphaned_answer_ends_after_the_grace(slow_system: System) -> None:
     system, reader = slow_system, _Reader(slow_system)
     began_s = time.monotonic()
     await _kill_gateways_under(system, reader)

@@ -1,4 +1,4 @@
-"""Models whose words a test writes, and systems that serve them."""
+"""Models with scripted text, and systems that serve them."""
 
 from __future__ import annotations
 

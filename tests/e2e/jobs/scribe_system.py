@@ -78,8 +78,11 @@ def scribe_model(
 
 
 class Script:
-    """What the model writes; before the token ``hold_at``, if that is given, it waits until
-    ``goes_on``. ``requests`` are those that engines were given."""
+    """Script of the model's answer.
+
+    If ``hold_at`` is given, the model waits before that token until ``goes_on`` is set.
+    ``requests`` are the requests that engines received.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -90,7 +93,7 @@ class Script:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the text and its end."""
+        """Return the token ids of the text and its end."""
         ids = self.model.tokenizer.encode(self.text, add_special_tokens=False)
         return [*ids, self.model.eos_token_ids[0]]
 
@@ -237,7 +240,7 @@ class ScribeSystem:
 
 
 class WorkersIndex(FakeRunningRequests):
-    """What workers write into it, too."""
+    """Index that also records the entries of workers."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None:
         del lease
@@ -279,7 +282,7 @@ async def scribe_system(
 
 
 def texts_of(frames: Sequence[Frame]) -> dict[str, Any]:
-    """What a reader makes of the deltas of a chat job by the rules of ``docs/protocol.md``."""
+    """Return the texts that a reader assembles from deltas by the rules of ``docs/protocol.md``."""
     num_tokens, epoch = 0, 0
     content, reasoning = "", ""
     calls: dict[int, dict[str, str]] = {}

@@ -37,7 +37,7 @@ THOUGHTS = "<think>Let me see.</think>\n\n"
 
 
 class Case(NamedTuple):
-    """What the model says, and what is asked beside the messages."""
+    """Text of the model, and the fields of the request besides its messages."""
 
     said: str
     fields: Any = None
@@ -147,7 +147,9 @@ def _told_by(result: JobResult) -> dict[str, Any]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "msgpack"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-async def test_one_answer(scribe: ScribeSystem, case: Case, *, packed: bool) -> None:
+async def test_a_chat_job_gets_the_answer_of_a_chat_request(
+    scribe: ScribeSystem, case: Case, *, packed: bool
+) -> None:
     scribe.script.text = case.said
     body = {"messages": case.messages, **(case.fields or {})}
     answer = await scribe.http.post("/v1/chat/completions", json={"model": MODEL, **body})
@@ -171,17 +173,17 @@ async def test_one_answer(scribe: ScribeSystem, case: Case, *, packed: bool) -> 
     assert over_http.sampling.grammar == in_job.sampling.grammar
     assert over_http.prompt_token_ids == in_job.prompt_token_ids
     # The frames tell the same as the result.
-    told = texts_of(scribe.frames[result.request_id])
-    assert (told["content"], told["reasoning"]) == (result.text, result.reasoning)
-    assert [call["id"] for call in told["calls"]] == [call.id for call in result.tool_calls]
-    assert [(call["type"], call["name"], call["text"]) for call in told["calls"]] == [
+    texts = texts_of(scribe.frames[result.request_id])
+    assert (texts["content"], texts["reasoning"]) == (result.text, result.reasoning)
+    assert [call["id"] for call in texts["calls"]] == [call.id for call in result.tool_calls]
+    assert [(call["type"], call["name"], call["text"]) for call in texts["calls"]] == [
         (kind, called["name"], called.get("arguments", called.get("input")))
         for kind, called in _told_by(result)["calls"]
     ]
     done = scribe.frames[result.request_id][-1]
     assert isinstance(done, Done)
     assert done.finish_reason == result.finish_reason
-    assert told["num_tokens"] == done.num_tokens == len(result.token_ids)
+    assert texts["num_tokens"] == done.num_tokens == len(result.token_ids)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -223,7 +225,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED.keys())
-async def test_one_refusal(scribe: ScribeSystem, fields: dict[str, Any], param: str) -> None:
+async def test_a_chat_job_gets_the_refusal_of_a_chat_request(
+    scribe: ScribeSystem, fields: dict[str, Any], param: str
+) -> None:
     body = {"messages": HI} | fields
     answer = await scribe.http.post("/v1/chat/completions", json={"model": MODEL, **body})
     assert answer.status_code == 400
@@ -265,7 +269,7 @@ async def test_what_only_a_gateway_does_is_refused_by_name(scribe: ScribeSystem,
         ({"prompt": [1, 2.5], "max_tokens": 3}, "prompt[1]"),
     ],
 )
-async def test_what_no_completion_job_has(
+async def test_fields_that_completion_jobs_lack_are_refused_by_name(
     scribe: ScribeSystem, fields: dict[str, Any], param: str
 ) -> None:
     result = await scribe.run_job({"prompt": "hi", "temperature": 0.5} | fields)
@@ -395,9 +399,9 @@ async def test_a_worker_that_dies_in_mid_call(scribe: ScribeSystem, thinker: Ser
     scribe.script.hold_at = None
     result = await scribe.result(request_id)
     assert scribe.script.requests[-1].output_token_ids, "it began anew"
-    told = texts_of(scribe.frames[request_id])
-    assert (told["content"], told["reasoning"]) == ("Hm.", "Let me see.")
-    (call,) = told["calls"]
+    texts = texts_of(scribe.frames[request_id])
+    assert (texts["content"], texts["reasoning"]) == ("Hm.", "Let me see.")
+    (call,) = texts["calls"]
     assert (call["name"], call["text"]) == ("f", '{"a": "x"}')
     assert _told_by(result) == {
         "content": "Hm.",
@@ -409,7 +413,7 @@ async def test_a_worker_that_dies_in_mid_call(scribe: ScribeSystem, thinker: Ser
 
 
 async def test_a_job_published_again_gets_the_same_frames(scribe: ScribeSystem) -> None:
-    """From the worker's memory, and once that is gone from the stored result."""
+    """The frames come from the worker's memory, and after its death from the stored result."""
     scribe.script.text = f"{THOUGHTS}Hm. {CALL}{POEM}"
     body = {"messages": HI, "tools": [TOOL, CUSTOM]}
     request_id = await scribe.publish(body)

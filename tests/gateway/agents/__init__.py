@@ -1,1 +1,1 @@
-"""What agents and frameworks really send, recorded by tests/clients and cut to a few KB."""
+"""Recorded requests of agents and frameworks: tests/clients records them, cut to a few KB."""

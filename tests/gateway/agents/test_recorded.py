@@ -32,7 +32,7 @@ _ANSWER = "All four steps are done."
 
 @dataclass
 class Told:
-    """What a client reads from an answer, whatever the API."""
+    """Answer as its client reads it, for each API."""
 
     text: str = ""
     thoughts: str = ""
@@ -75,18 +75,18 @@ async def test_a_recorded_request_gets_a_call_and_an_answer(
 
     front.worker.script = says
     script.plays(made, _ANSWER, result=mark)
-    told = await _ask(http, recorded, notices)
-    assert (told.text, told.calls, told.reason) == (_ANSWER, [], "end")
+    answer = await _ask(http, recorded, notices)
+    assert (answer.text, answer.calls, answer.reason) == (_ANSWER, [], "end")
     told_names = re.findall(r'<tool_call>\n\{"name": "(\w+)"', prompts[-1].partition("</tools>")[2])
     assert told_names == names
 
     script.plays([*made, Call(made[0].name, {"path": "notes.txt"})], _ANSWER, result=mark)
-    told = await _ask(http, recorded, notices)
-    assert told.calls == [(made[0].name, '{"path": "notes.txt"}')]
-    assert (told.text, told.reason) == ("", "tool")
+    answer = await _ask(http, recorded, notices)
+    assert answer.calls == [(made[0].name, '{"path": "notes.txt"}')]
+    assert (answer.text, answer.reason) == ("", "tool")
     hidden = recorded["body"].get("thinking", {}).get("display") == "omitted"
     thinks = "messages" not in recorded["url"] or "thinking" in recorded["body"]
-    assert told.thoughts == ("One at a time." if thinks and not hidden else "")
+    assert answer.thoughts == ("One at a time." if thinks and not hidden else "")
 
 
 async def _ask(
@@ -94,8 +94,8 @@ async def _ask(
 ) -> Told:
     answer = await http.post(recorded["url"], json=recorded["body"], headers=recorded["headers"])
     assert answer.status_code == 200, answer.text
-    told = answer.headers.get(NOTICE_NAME, "")
-    assert re.findall(r'(\w+);param="([^"]+)"', told) == [tuple(one) for one in notices]
+    notice = answer.headers.get(NOTICE_NAME, "")
+    assert re.findall(r'(\w+);param="([^"]+)"', notice) == [tuple(one) for one in notices]
     path = recorded["url"].partition("?")[0]
     read = {"/v1/chat/completions": _chat, "/v1/messages": _message, "/v1/responses": _response}
     return read[path](_events(answer.text) if recorded["body"].get("stream") else [answer.json()])

@@ -56,12 +56,12 @@ async def test_each_prompt_of_a_completion_is_searched(
     )
     assert [choice.text for choice in answer.choices] == ["abab", "abab!", "cdecde", "cdecde"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3 + ["length"]
-    told = [choice.model_extra or {} for choice in answer.choices]
-    assert [one["token_ids"] for one in told] == [
+    extras = [choice.model_extra or {} for choice in answer.choices]
+    assert [one["token_ids"] for one in extras] == [
         *([0, 1], [100, 101, 102]),
         *([0, 1, 2], [100, 101, 102]),
     ]
-    assert [bytes(one["prompt_token_ids"]) for one in told] == [b"ab", b"ab", b"cde", b"cde"]
+    assert [bytes(one["prompt_token_ids"]) for one in extras] == [b"ab", b"ab", b"cde", b"cde"]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 + 3 + 3 + 3)
     assert len(front.worker.jobs) == 2

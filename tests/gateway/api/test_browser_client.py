@@ -323,7 +323,7 @@ async def test_going_on_with_a_request_of_an_earlier_page(
     assert (await result(page))["text"] == "abcd"
 
 
-async def test_what_is_gone_is_an_error(page: Page, front: ScriptedGateway) -> None:
+async def test_resuming_a_forgotten_request_is_an_error(page: Page, front: ScriptedGateway) -> None:
     await connect(page, front)
     await page.evaluate("watch(client.resume('chatcmpl-404', {nextIndex: 3}))")
     assert (await result(page))["code"] == "request_not_found"

@@ -1,4 +1,4 @@
-"""How long an HTTP client is waited with."""
+"""Waits for an HTTP client's connection."""
 
 from __future__ import annotations
 

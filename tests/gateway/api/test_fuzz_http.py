@@ -1,4 +1,4 @@
-"""Anything that the OpenAPI document allows, and much that it does not, over a real socket."""
+"""Random requests inside and outside the OpenAPI document, over a real socket."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ Json = dict[str, Any]
 
 
 def _reachable() -> Json:
-    """The document with names of what is there, which chance would not find, and without the header
-    that has most requests refused."""
+    """Return the document with names of existing objects, which chance would not find.
+
+    The header that has most requests refused is removed.
+    """
     document = copy.deepcopy(openapi_document())
     for component in document["components"]["schemas"].values():
         if "model" in component.get("properties", {}):
@@ -93,7 +95,7 @@ class Served:
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._serve()])
         self.front: RunningGateway | None = None
-        self.with_key: dict[str, str] = {}  # headers, for what is not there without a key
+        self.with_key: dict[str, str] = {}  # headers, for endpoints that need a key
 
     def start(self) -> None:
         self._thread.start()
@@ -140,7 +142,7 @@ async def _rows(query: TelemetryQuery) -> TelemetryAnswer:
 def served(redis_server: RedisServer) -> Iterator[Served]:
     url = f"{redis_server.url}/0"
     with Redis.from_url(url) as redis:
-        redis.flushall()  # what is known there of requests belongs to the bus of another test
+        redis.flushall()  # its requests belong to the bus of another test
     made = Served(RedisConfig(url=url))
     made.start()
     try:
@@ -228,7 +230,7 @@ _EACH_OPERATION = pytest.mark.parametrize(
 
 
 @_EACH_OPERATION
-def test_it_keeps_its_word(
+def test_random_requests_get_documented_answers(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
     _check(_FEW_EXAMPLES, method, path, served=served, session=session, kept=kept)
@@ -236,7 +238,7 @@ def test_it_keeps_its_word(
 
 @pytest.mark.slow(reason="eight drawn examples and every bound; the test above draws the first 200")
 @_EACH_OPERATION
-def test_it_keeps_its_word_at_every_bound(
+def test_requests_at_every_bound_get_documented_answers(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
     _check(_MANY_EXAMPLES, method, path, served=served, session=session, kept=kept)
@@ -256,7 +258,7 @@ def _keeps_word(
     case: Case[Any], served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
     for name, value in case.path_parameters.items():
-        # As text: what is not would lead elsewhere if there is a "#" in it.
+        # As text: any other value with a "#" in it would lead to another path.
         case.path_parameters[name] = kept[name] if value == _KEPT else str(value)
     assert case.meta is not None
     if case.meta.generation.mode is GenerationMode.POSITIVE and _KEY in case.headers:

@@ -189,7 +189,7 @@ class Conversation:
 async def front(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
     url = f"{redis_server.url}/0"
     with Redis.from_url(url) as redis:
-        redis.flushall()  # what is known there of requests belongs to the bus of another test
+        redis.flushall()  # its requests belong to the bus of another test
     config = GatewayConfig(
         max_ws_message_bytes=_MAX_MESSAGE_BYTES, max_generations_per_socket=4, resume_grace_s=0.2
     )

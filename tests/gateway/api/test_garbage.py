@@ -37,7 +37,7 @@ def num_protocols() -> int:
     return sum(type(one) in kinds for one in gc.get_objects())
 
 
-async def test_connections_are_gone_when_they_are_gone(front: RunningGateway) -> None:
+async def test_closed_connections_leave_no_objects(front: RunningGateway) -> None:
     before = num_protocols()
     for _ in range(5):
         async with httpx.AsyncClient(base_url=front.url) as client:

@@ -96,7 +96,7 @@ _HEADERS = [
 
 @pytest.fixture
 async def front() -> AsyncIterator[RunningGateway]:
-    """After each test the next request works, and nothing of the others is left."""
+    """Run a gateway, and check after each test that it answers and keeps nothing of the others."""
     config = GatewayConfig(max_body_bytes=_BODY_LIMIT_BYTES, max_sockets_per_address=50)
     async with running_gateway(config) as running:
         yield running

@@ -51,7 +51,7 @@ def settled(transcript: str) -> str:
 async def test_golden_transcripts(
     front: RunningGateway, http: httpx.AsyncClient, name: str, path: str, body: dict[str, object]
 ) -> None:
-    # Each token alone, whatever the loop's mood: the next one leaves when the last has arrived.
+    # One token per event at any speed: a token is sent after the previous one has arrived.
     front.worker.gate.clear()
     headers = {"accept": "text/event-stream" if name.endswith(".sse") else "*/*"}
     asking = asyncio.create_task(http.post(path, json=body, headers=headers))
@@ -199,7 +199,7 @@ async def test_a_delivery_leaves_one_record(front: RunningGateway, http: httpx.A
 
 
 async def test_a_slow_body_is_intake_and_not_ttft(front: RunningGateway) -> None:
-    """Nobody else's time includes what a client takes to send its request."""
+    """The time that a client takes to send its request counts as intake only."""
     body = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
     arrived = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What clients get wrong about HTTP: told where it matters, taken where it does not."""
+"""HTTP mistakes of clients: reported where they matter, accepted where they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read the metrics on a gateway's own port."""
+"""Access to the metrics on a gateway's port."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ async def test_silence_within_a_stream_is_broken(
     monkeypatch: pytest.MonkeyPatch,
     headers: dict[str, str],
 ) -> None:
-    """By what the client passes over, whether events have ids or none."""
+    """Keep-alives are skipped by the client, with and without event ids."""
     waited, num_silences = HttpClient.wait_up_to, 0
     texts: list[str] = []
 
@@ -205,7 +205,7 @@ async def test_a_bus_that_is_away_is_a_503(
 async def test_an_outage_of_the_bus_leaves_no_hole(
     front: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
-    """What was sent while the bus was unreachable is asked for again, and comes once."""
+    """Frames sent while the bus was unreachable are requested again and come once."""
     sent: list[int] = []
 
     def lose_some(frame: Frame) -> bool:

@@ -1,4 +1,4 @@
-"""``/ops/api/alerts``: what a gateway sees, what telemetry tells, and what nobody can tell."""
+"""``/ops/api/alerts``: alerts of the gateway and of telemetry, and unknown alerts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_what_fires_comes_first_and_objectives_are_the_configuration_s(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
     asked: list[TelemetryQuery] = []
-    told = {
+    alert = {
         "name": "MillraceGenerationsFail",
         "subject": "demo",
         "state": "firing",
@@ -60,13 +60,13 @@ async def test_what_fires_comes_first_and_objectives_are_the_configuration_s(
 
     async def answer(query: TelemetryQuery) -> TelemetryAnswer:
         asked.append(query)
-        return TelemetryAnswer(rows_json=json.dumps([told]).encode())
+        return TelemetryAnswer(rows_json=json.dumps([alert]).encode())
 
     subscription = await front.worker.bus.control.serve_telemetry(answer)
     alerts = await alerts_of(http)
     await http.get("/ops/api/slo_budget", params={"target": "0.5"})
     await subscription.close()
-    assert alerts[0] == told | {"detail": ""}
+    assert alerts[0] == alert | {"detail": ""}
     assert {one["name"] for one in alerts} >= {"MillraceStoreFull", "MillraceTelemetryAbsent"}
     assert [query.params for query in asked] == [
         {"ttft_ms": "1000.0", "target": "0.95"},

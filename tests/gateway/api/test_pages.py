@@ -1,4 +1,4 @@
-"""Pages run nothing but their own files, and nobody frames them."""
+"""Pages: they run only their own files, and no other page may frame them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probes and load generators that were made for vLLM's server ask."""
+"""Endpoints for probes and load generators that were made for vLLM's server."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ async def test_each_chunk_says_what_was_used_by_then(
     assert last["usage"]["completion_tokens"] == n * 5
     for choice in range(n):
         own = [one for one in chunks if one["choices"][0]["index"] == choice]
-        said = [one["usage"] for one in own if one["usage"] is not None]
-        assert len(said) >= len(own) - 1  # the first may come before a worker has begun
-        counts = [usage["completion_tokens"] for usage in said]
+        usages = [one["usage"] for one in own if one["usage"] is not None]
+        assert len(usages) >= len(own) - 1  # the first may come before a worker has begun
+        counts = [usage["completion_tokens"] for usage in usages]
         assert counts == sorted(counts)
         assert counts[-1] == 5
-        assert {usage["prompt_tokens"] for usage in said} == {last["usage"]["prompt_tokens"]}
-        assert said[-1]["total_tokens"] == said[-1]["prompt_tokens"] + 5
+        assert {usage["prompt_tokens"] for usage in usages} == {last["usage"]["prompt_tokens"]}
+        assert usages[-1]["total_tokens"] == usages[-1]["prompt_tokens"] + 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A client's X-Request-Id comes back with whatever answers it."""
+"""X-Request-Id of a client: every answer returns it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_the_clients_id_is_on_what_the_sdk_reads(client: openai.AsyncOpenA
         ("POST", "/v1/tokenize", {"model": MODEL, "prompt": "x" * 9_000}, 413),
     ],
 )
-async def test_it_is_on_every_answer(
+async def test_the_clients_id_is_on_every_answer(
     method: str, path: str, body: dict[str, object] | None, status: int
 ) -> None:
     async with (
@@ -65,7 +65,7 @@ async def test_one_id_for_two_requests_makes_two_answers(http: httpx.AsyncClient
     assert ids[0] != ids[1]
 
 
-async def test_it_is_on_a_page_of_another_origin_that_is_refused(http: httpx.AsyncClient) -> None:
+async def test_the_clients_id_is_on_the_refusal_of_another_origin(http: httpx.AsyncClient) -> None:
     headers = {"X-Request-Id": "mine", "Origin": "https://elsewhere.example"}
     answer = await http.post("/v1/chat/completions", json=_CHAT, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (403, "mine")

@@ -71,7 +71,9 @@ async def test_a_body_that_trickles_is_given_up_on(hurried: RunningGateway, path
 
 
 @pytest.mark.parametrize("path", _PATHS[:1])
-async def test_so_are_chunks_that_trickle(hurried: RunningGateway, path: bytes) -> None:
+async def test_a_chunked_body_that_trickles_is_given_up_on(
+    hurried: RunningGateway, path: bytes
+) -> None:
     head = b"POST %b %b%b%b\r\n" % (path, _HOST, _JSON, _CHUNKED)
     await is_given_up_on(hurried, head, b"1\r\n{\r\n")
 
@@ -80,7 +82,7 @@ async def test_so_are_chunks_that_trickle(hurried: RunningGateway, path: bytes) 
     ("how", "part", "drop"),
     [(_LENGTH, _PART, b"{"), (_CHUNKED, b"%x\r\n%b\r\n" % (len(_PART), _PART), b"1\r\n{\r\n")],
 )
-async def test_and_a_file_that_trickles(
+async def test_a_file_upload_that_trickles_is_given_up_on(
     hurried: RunningGateway, how: bytes, part: bytes, drop: bytes
 ) -> None:
     head = b"POST /v1/files %b%b%b\r\n%b" % (_HOST, _FORM, how, part)

@@ -166,11 +166,11 @@ async def test_log_probabilities_of_a_chats_prompt(client: openai.AsyncOpenAI) -
     assert answer.model_extra is not None
     first, *others = answer.model_extra["prompt_logprobs"]
     assert first is None
-    said = _CHAT["messages"][0]["content"][1:]
-    told = [place[str(ord(c))]["decoded_token"] for place, c in zip(others, said, strict=True)]
-    assert "".join(told) == said
+    content = _CHAT["messages"][0]["content"][1:]
+    tokens = [place[str(ord(c))]["decoded_token"] for place, c in zip(others, content, strict=True)]
+    assert "".join(tokens) == content
     assert [[entry["rank"] for entry in place.values()] for place in others] == [
-        [ord(c)] for c in said
+        [ord(c)] for c in content
     ]
     plain = await client.chat.completions.create(**_CHAT)
     assert "prompt_logprobs" not in (plain.model_extra or {})
@@ -180,8 +180,8 @@ async def test_log_probabilities_of_each_prompt(client: openai.AsyncOpenAI) -> N
     answer = await client.completions.create(
         model=MODEL, prompt=["abc", "de"], extra_body={"prompt_logprobs": 0}
     )
-    told = [(choice.model_extra or {})["prompt_logprobs"] for choice in answer.choices]
-    assert [[list(place or {}) for place in one] for one in told] == [
+    logprobs = [(choice.model_extra or {})["prompt_logprobs"] for choice in answer.choices]
+    assert [[list(place or {}) for place in one] for one in logprobs] == [
         [[], ["98"], ["99"]],
         [[], ["101"]],
     ]
@@ -233,19 +233,19 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"n": 2}, {"tools": [TOOL]}])
 async def test_token_ids_of_a_chat(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     """Whole and streamed they are the same, wherever the text is held back meanwhile."""
-    said = f"Look. {CALL}"
+    text = f"Look. {CALL}"
     asked = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": said}],
+        "messages": [{"role": "user", "content": text}],
         "return_token_ids": True,
     } | fields
-    expected = [list(range(len(said)))] * fields.get("n", 1)  # the stand-in numbers its tokens
+    expected = [list(range(len(text)))] * fields.get("n", 1)  # the stand-in numbers its tokens
     whole = (await http.post("/v1/chat/completions", json=asked)).json()
-    assert bytes(whole["prompt_token_ids"]) == said.encode()
+    assert bytes(whole["prompt_token_ids"]) == text.encode()
     assert [choice["token_ids"] for choice in whole["choices"]] == expected
     answer = await http.post("/v1/chat/completions", json=asked | {"stream": True})
     first, *chunks = chunks_of(answer.text)
-    assert bytes(first["prompt_token_ids"]) == said.encode()
+    assert bytes(first["prompt_token_ids"]) == text.encode()
     assert not any("prompt_token_ids" in chunk for chunk in chunks)
     ids: list[list[int]] = [[] for _ in expected]
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
@@ -312,7 +312,7 @@ _TEMPLATE = {"chat_template": "> "}
 
 
 async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None:
-    """In every way to ask with messages; others are refused it."""
+    """Every API with messages accepts the template; other APIs refuse it."""
     async with (
         running_gateway(GatewayConfig(trust_request_chat_template=True)) as front,
         openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
@@ -320,8 +320,8 @@ async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None
     ):
         answer = await client.chat.completions.create(**_CHAT, extra_body=_TEMPLATE)
         assert answer.choices[0].message.content == "> one. two"
-        told = (await http.post("/v1/tokenize", json=_CHAT | _TEMPLATE)).json()
-        assert bytes(told["tokens"]) == b"> one. two"
+        result = (await http.post("/v1/tokenize", json=_CHAT | _TEMPLATE)).json()
+        assert bytes(result["tokens"]) == b"> one. two"
         for body, param in (
             (_CHAT | _TEMPLATE | {"session_id": "s"}, "chat_template"),
             (_CHAT | {"chat_template": 3}, "chat_template"),
@@ -330,8 +330,8 @@ async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         async with opened(front) as socket:
             await send(socket, "generate", id="a", **_CHAT, **_TEMPLATE)
-            told = await until(socket, "done")
-            text = "".join(one["text"] for one in told if one["type"] == "delta")
+            messages = await until(socket, "done")
+            text = "".join(one["text"] for one in messages if one["type"] == "delta")
             assert text == "> one. two"
         texts = {"model": MODEL, "prompt": "x"} | _TEMPLATE
         for path in ("completions", "tokenize"):

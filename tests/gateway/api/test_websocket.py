@@ -202,7 +202,7 @@ async def test_an_id_that_runs_is_refused(front: RunningGateway, socket: Socket)
     await socket.send("generate", id="a", model=MODEL, prompt="two")
     error = await socket.receive()
     assert (error["code"], error["param"]) == ("duplicate_id", "id")
-    assert "id" not in error, "an error with its id would end the one that runs"
+    assert "id" not in error, "an error with its id would end the running generation"
     await socket.send("cancel", id="a", colour=1)
     error = await socket.receive()
     assert (error["code"], error["param"]) == ("invalid_parameter", "colour")
@@ -246,7 +246,7 @@ async def _send_and_read_on(socket: Socket, message: str | bytes | list[str]) ->
 async def test_an_oversized_message_closes_with_1009(
     front: RunningGateway, message: str | bytes | list[str]
 ) -> None:
-    """What runs on the socket goes on, and is gone on with on the next one."""
+    """Requests of the socket continue, and a client resumes them on another socket."""
     async with opened(front) as socket:
         front.worker.gate.clear()
         await socket.send("generate", id="a", model=MODEL, prompt="a mill")

@@ -33,7 +33,7 @@ async def redis(redis_server: RedisServer) -> RedisConfig:
 
 @pytest.fixture(params=["memory", "nats"])
 def server(request: pytest.FixtureRequest) -> NatsServer | None:
-    """None for the bus in memory."""
+    """Return the nats-server, or None for the in-memory bus."""
     if request.param == "memory":
         return None
     started: NatsServer = request.getfixturevalue("nats_server")

@@ -1,4 +1,4 @@
-"""What a batch answers, as the openai client meets it."""
+"""Answers of a batch, read with the openai client."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ async def test_jobs_have_priority_and_salt_of_their_lines(
     embeddings = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}
     await front.end(await front.begin([embeddings], "/v1/embeddings"))
     await front.end(await front.begin([chat_line("c", "hello", priority=-4, cache_salt="mine")]))
-    told = [(job.priority, job.cache_salt) for job in worker.jobs]
-    assert told == [(4, ""), (4, ""), (-4, "mine")]
+    options = [(job.priority, job.cache_salt) for job in worker.jobs]
+    assert options == [(4, ""), (4, ""), (-4, "mine")]
 
 
 async def test_the_field_of_a_grammar_that_does_not_compile_is_named(
@@ -260,5 +260,5 @@ async def test_token_ids_and_those_of_prompts_are_told(
     batch = await front.end(await front.begin([line], "/v1/completions"))
     (answer,) = await front.lines(batch.output_file_id)
     choices = answer["response"]["body"]["choices"]
-    told = [(bytes(one["prompt_token_ids"]), len(one["token_ids"])) for one in choices]
-    assert told == [(b"abc", 3), (b"abc", 3), (b"de", 2), (b"de", 2)]
+    tokens = [(bytes(one["prompt_token_ids"]), len(one["token_ids"])) for one in choices]
+    assert tokens == [(b"abc", 3), (b"abc", 3), (b"de", 2), (b"de", 2)]

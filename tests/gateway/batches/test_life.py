@@ -1,4 +1,4 @@
-"""From validating to the end, on the ways that do not lead straight there."""
+"""Life cycle of a batch: cancellation, expiry, files in use."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Store:
 
 
 @pytest.mark.timeout(20)
-async def test_what_is_noted_as_an_entry_ends_is_written() -> None:
+async def test_a_line_finished_during_a_write_is_written_next() -> None:
     store = _Store()
     store.log = BatchLog(cast(BatchStore, store), MemoryBus(MemoryBroker()).objects, "batch")
     store.log.note_finished(FinishedLine(0, True, b"first"))

@@ -19,7 +19,7 @@ _RESULT = JobResult(request_id="r1", tenant=_JOB.tenant, model="demo", status=St
 
 
 async def waiting(bus: MemoryBus, clock: ManualClock) -> asyncio.Task[JobResult | None]:
-    """For the result of a job that has left the queue."""
+    """Start a wait for the result of a job that has left the queue."""
     published = await bus.jobs.publish(_JOB)
     [leased] = await bus.jobs.pull(TenantQueue.of(_JOB), 1, 0.0)
     await bus.jobs.ack(leased.lease)

@@ -1,4 +1,4 @@
-"""Batches whose gateway goes away: each line is answered once, none is lost."""
+"""Batches of dead gateways: each line is answered once and none is lost."""
 
 from __future__ import annotations
 

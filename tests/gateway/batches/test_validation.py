@@ -100,7 +100,7 @@ async def test_what_is_refused_at_the_door(redis: RedisConfig) -> None:
             assert (await http.get(url, params={"limit": "101"})).status_code == 400
 
 
-async def test_without_redis_there_are_none() -> None:
+async def test_without_redis_batches_are_refused() -> None:
     async with batch_gateway(in_memory(), None) as front:
         with pytest.raises(openai.InternalServerError, match="unreachable"):
             await front.begin([chat_line("a", "x")])

@@ -1,4 +1,4 @@
-"""Anthropic's own client against a gateway whose model says what it was told last."""
+"""Gateway for Anthropic's own client, with a model that repeats its last message."""
 
 from __future__ import annotations
 

@@ -81,21 +81,21 @@ async def test_an_answer_of_nothing(sdk: anthropic.AsyncAnthropic, front: Runnin
 
 
 @pytest.mark.parametrize(
-    ("stop_reason", "told"),
+    ("stop_reason", "stop"),
     [("over", ("stop_sequence", "over")), (7, ("end_turn", None)), (None, ("end_turn", None))],
 )
-async def test_what_stopped_it(
+async def test_a_stop_reason_says_what_ended_the_answer(
     sdk: anthropic.AsyncAnthropic,
     front: RunningGateway,
     stop_reason: str | int | None,
-    told: tuple[str, str | None],
+    stop: tuple[str, str | None],
 ) -> None:
     front.worker.stop_reason = stop_reason
     whole = await sdk.messages.create(**HELLO, stop_sequences=["over"])
     async with sdk.messages.stream(**HELLO, stop_sequences=["over"]) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
-        assert (answer.stop_reason, answer.stop_sequence) == told
+        assert (answer.stop_reason, answer.stop_sequence) == stop
     assert front.worker.jobs[0].sampling.stop == ("over",)
 
 
@@ -173,7 +173,7 @@ async def test_a_call_that_was_cut_off(sdk: anthropic.AsyncAnthropic) -> None:
 async def test_a_stop_sequence_within_a_call(
     sdk: anthropic.AsyncAnthropic, front: RunningGateway, choice: Any, text: str
 ) -> None:
-    """What came before the cut call stays, and nothing of that call looks whole."""
+    """Text before the cut call stays, and no part of that call looks complete."""
     front.worker.script = lambda _job: text + CALL.partition("}")[0]
     front.worker.stop_reason = "}"
     asked = HELLO | {"tools": [TOOL], "tool_choice": choice, "stop_sequences": ["}"]}

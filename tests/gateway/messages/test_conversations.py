@@ -1,4 +1,4 @@
-"""What becomes of the messages of a Messages request."""
+"""Conversion of the messages of a Messages request."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def read(messages: list[Any], **more: Any) -> tuple[ChatMessage, ...]:
 
 
 def test_turns_in_words() -> None:
-    told = read(
+    conversation = read(
         [user(TEXT), {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "No."}],
         system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
     )
-    assert [(one.role, one.content) for one in told] == [
+    assert [(one.role, one.content) for one in conversation] == [
         ("system", "Be kind."),
         ("user", "Hi"),
         ("assistant", "Yes?"),
@@ -50,8 +50,8 @@ def test_turns_in_words() -> None:
 
 
 def test_turns_of_one_role_are_one() -> None:
-    told = read([user(TEXT), user(TEXT), {"role": "system", "content": "Now."}, user(TEXT)])
-    assert [(one.role, one.content) for one in told] == [
+    conversation = read([user(TEXT), user(TEXT), {"role": "system", "content": "Now."}, user(TEXT)])
+    assert [(one.role, one.content) for one in conversation] == [
         ("user", "HiHi"),
         ("system", "Now."),
         ("user", "Hi"),
@@ -61,8 +61,8 @@ def test_turns_of_one_role_are_one() -> None:
 def test_calls_and_what_they_gave() -> None:
     thoughts = {"type": "thinking", "thinking": "Where?", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "x"}
-    told = read([user(TEXT), assistant(hidden, thoughts, TEXT, USE), user(RESULT, TEXT)])
-    assert told[1:] == (
+    conversation = read([user(TEXT), assistant(hidden, thoughts, TEXT, USE), user(RESULT, TEXT)])
+    assert conversation[1:] == (
         ChatMessage(
             "assistant",
             "Hi",
@@ -76,8 +76,8 @@ def test_calls_and_what_they_gave() -> None:
 
 def test_a_call_that_failed_says_so() -> None:
     failed = RESULT | {"is_error": True, "content": [{"type": "text", "text": "dark"}]}
-    told = read([user(TEXT), assistant(USE), user(failed)])
-    assert told[-1].content == "Error: dark"
+    conversation = read([user(TEXT), assistant(USE), user(failed)])
+    assert conversation[-1].content == "Error: dark"
 
 
 @pytest.mark.parametrize(

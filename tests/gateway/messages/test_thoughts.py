@@ -31,17 +31,17 @@ async def front() -> AsyncIterator[RunningGateway]:
         yield running
 
 
-async def test_they_are_told_whom_they_were_asked_by(
+async def test_thoughts_are_returned_if_requested(
     sdk: anthropic.AsyncAnthropic, front: RunningGateway
 ) -> None:
     whole = await sdk.messages.create(**ASKED, thinking=THINKING)
     async with sdk.messages.stream(**ASKED, thinking=THINKING) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
-        thought, said = answer.content
+        thought, text = answer.content
         assert isinstance(thought, anthropic.types.ThinkingBlock)
-        assert isinstance(said, anthropic.types.TextBlock)
-        assert (thought.thinking, thought.signature, said.text) == ("Is it?", answer.id, "It is.")
+        assert isinstance(text, anthropic.types.TextBlock)
+        assert (thought.thinking, thought.signature, text.text) == ("Is it?", answer.id, "It is.")
     assert whole.usage.output_tokens_details is not None
     assert whole.usage.output_tokens_details.thinking_tokens == len(TEXT.partition("\n\n")[0])
     assert front.worker.jobs[0].sampling.max_reasoning_tokens == 1024
@@ -56,10 +56,12 @@ async def test_they_are_told_whom_they_were_asked_by(
     "thinking",
     [anthropic.omit, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}],
 )
-async def test_they_are_told_nobody_else(sdk: anthropic.AsyncAnthropic, thinking: Any) -> None:
+async def test_thoughts_are_not_returned_unless_requested(
+    sdk: anthropic.AsyncAnthropic, thinking: Any
+) -> None:
     whole = await sdk.messages.create(**ASKED, thinking=thinking)
     async with sdk.messages.stream(**ASKED, thinking=thinking) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
-        (said,) = answer.content
-        assert said.to_dict()["text"] == "It is."
+        (block,) = answer.content
+        assert block.to_dict()["text"] == "It is."

@@ -1,5 +1,7 @@
-"""axe-core finds nothing wrong with the page, in whatever state it is; disabled controls, which it
-leaves out, are readable too."""
+"""Accessibility of the page in each state, checked with axe-core.
+
+Disabled controls, which axe-core leaves out, are readable too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ANSWER = [
 
 
 class Checked:
-    """Each state is looked at in both themes; what is wrong is noted under its name."""
+    """Checks of one page: each state in both themes; findings are recorded under its name."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -82,8 +84,8 @@ async def test_nothing_is_wrong_with_the_page(front: RunningGateway, page: Page)
     assert checked.found == [], "\n".join(checked.found)
 
 
-async def test_it_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
-    """For the gateway's models, for a key, for an answer."""
+async def test_the_page_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
+    """The page is readable while it waits for the models, for a key and for an answer."""
     async with watched(browser, front.url) as window:
         page = await window.context.new_page()
         checked = Checked(page)

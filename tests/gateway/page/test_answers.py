@@ -1,4 +1,4 @@
-"""One conversation: asking, stopping, copying, trouble, lost connections."""
+"""Conversation on the page: questions, stops, copies, errors, lost connections."""
 
 from __future__ import annotations
 

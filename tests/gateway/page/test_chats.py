@@ -39,7 +39,7 @@ class Keyed:
         return page
 
     async def read(self, tenant: str, path: str = "/v1/chats") -> str:
-        """What the gateway answers there."""
+        """Return the gateway's answer at ``path`` to the tenant."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
         async with httpx.AsyncClient(base_url=self.front.url, headers=headers) as client:
             return (await client.get(path)).text
@@ -57,11 +57,11 @@ async def keyed(redis_server: RedisServer) -> AsyncIterator[Keyed]:
 
 
 async def come_back(page: Page) -> None:
-    """As somebody who returns to the tab."""
+    """Return to the tab, as a user does."""
     await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
+async def test_another_browser_shows_the_tenants_chats(browser: Browser, keyed: Keyed) -> None:
     front = keyed.front
     async with (
         watched(browser, front.url) as here,
@@ -97,8 +97,8 @@ async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
         await ask(two, "other second")
 
         async def has_both() -> bool:
-            kept = await keyed.read("acme", f"/v1/chats/{chat_id}")
-            return "from one" in kept and "from two" in kept
+            stored = await keyed.read("acme", f"/v1/chats/{chat_id}")
+            return "from one" in stored and "from two" in stored
 
         await eventually(has_both)
         session = await keyed.read("acme", f"/v1/sessions/{chat_id}")
@@ -133,7 +133,7 @@ async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
         await expect(two.locator(".turn")).to_have_count(0)
 
 
-async def test_without_a_key_it_says_where_they_are(
+async def test_without_a_key_the_page_says_that_chats_stay_in_the_browser(
     browser: Browser, front: RunningGateway
 ) -> None:
     async with watched(browser, front.url) as window:

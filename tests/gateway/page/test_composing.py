@@ -1,4 +1,4 @@
-"""What goes with a question, how it is shown, and what the page says while nobody answers."""
+"""Files of a question, its display, and the page's message without a worker."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_long_question_is_folded(page: Page) -> None:
     assert await folded.evaluate("one => one.clientHeight") > 2 * height
 
 
-async def test_it_says_that_no_worker_is_there(front: RunningGateway, page: Page) -> None:
+async def test_the_page_says_that_no_worker_is_there(front: RunningGateway, page: Page) -> None:
     await front.worker.close()
     await front.worker.announce(retired=True)
     await page.locator("#prompt").fill("anybody?")

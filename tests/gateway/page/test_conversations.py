@@ -1,4 +1,4 @@
-"""Conversations that are kept, listed, shared between tabs."""
+"""Stored conversations: listed, and shared between tabs."""
 
 from __future__ import annotations
 

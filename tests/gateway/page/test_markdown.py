@@ -1,4 +1,4 @@
-"""What a model writes is shown as Markdown, and never as markup."""
+"""Answers of a model, shown as Markdown and never as markup."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_markdown_is_the_same_however_it_streams(page: Page) -> None:
 
 
 async def test_formulas_are_drawn(front: RunningGateway, page: Page) -> None:
-    """Also while they are written; what is broken, and sums of money, stay as they are."""
+    """Formulas are drawn while they stream; broken ones and sums of money stay text."""
     before = await page.evaluate("typeof katex")
     front.worker.script = lambda _job: [
         "The mean is \\(\\bar{x}_n*y*\\) and $a_1*b*$, for $5 and $10.\n\nAs in\n",

@@ -119,7 +119,7 @@ async def test_the_operations_page_asks_for_a_key(
 # A phone.
 
 
-async def test_a_phone(browser: Browser, scripted: ScriptedGateway) -> None:
+async def test_the_page_fits_a_phone(browser: Browser, scripted: ScriptedGateway) -> None:
     wide = "w" * 300
     scripted.script = lambda _request: [
         f"{wide}\n\n```\n{wide}\n```\n\n| {wide} | b |\n|--|--|\n| 1 | 2 |\n\n`{wide}`"
@@ -143,7 +143,7 @@ async def test_a_phone(browser: Browser, scripted: ScriptedGateway) -> None:
 
 
 async def assert_fits(page: Page) -> None:
-    """Nothing is wider than the screen, and what is pressed is big enough for a finger."""
+    """Assert that nothing is wider than the screen and that controls fit a finger."""
     widths = await page.evaluate(
         """() => [document.documentElement, document.querySelector("#scroll")].map(
           (box) => box.scrollWidth - box.clientWidth)"""

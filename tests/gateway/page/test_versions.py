@@ -1,4 +1,4 @@
-"""Versions of turns, and what a conversation is asked with."""
+"""Versions of turns, and the parameters of a conversation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_edits_and_retries_are_versions(front: RunningGateway, page: Page)
     await earlier.last.click()
     await expect(said(page)).to_have_text(["first", "second"])
 
-    # What is asked now follows what is shown, for the model, too.
+    # The next question follows the shown turns in the prompt too.
     front.worker.script = lambda _job: "third answer"
     await ask(page, "third")
     assert [one["content"] for one in await kept(front, page)] == [
@@ -95,7 +95,7 @@ async def test_parameters_go_with_each_question(front: RunningGateway, page: Pag
     await complete(page)
     assert front.worker.jobs[-1].sampling.temperature == 1
 
-    # Without a system prompt the gateway forgets the one that it keeps.
+    # Without a system prompt the gateway forgets its stored system prompt.
     await page.get_by_role("button", name="System prompt and parameters").click()
     await dialog.get_by_role("button", name="Empty all").click()
     await dialog.get_by_role("button", name="Use these").click()

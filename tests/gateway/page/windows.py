@@ -1,4 +1,4 @@
-"""A browser's windows on the chat page, and what a person does in them."""
+"""Browser windows on the chat page, and a user's actions in them."""
 
 from __future__ import annotations
 

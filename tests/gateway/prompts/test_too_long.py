@@ -99,7 +99,7 @@ async def test_claude_code_lowers_max_tokens(
     assert (await claude.messages.create(**ask, max_tokens=left)).type == "message"
 
 
-async def test_claude_code_compacts_and_knows_that_it_is_the_tools(
+async def test_claude_code_compacts_and_blames_the_tools(
     claude: anthropic.AsyncAnthropic,
 ) -> None:
     ask: Any = {
@@ -110,21 +110,21 @@ async def test_claude_code_compacts_and_knows_that_it_is_the_tools(
     }
     with pytest.raises(anthropic.BadRequestError) as caught:
         await claude.messages.create(**ask, max_tokens=100)
-    said = _error_of(caught)["message"]
+    message = _error_of(caught)["message"]
     count = (await claude.messages.count_tokens(**ask)).input_tokens
-    found = _COMPACTS.match(said)
-    assert found is not None, said
+    found = _COMPACTS.match(message)
+    assert found is not None, message
     assert found.groups() == (str(count), str(_WINDOW))
     tools = re.search(
-        r"In the prompt: 120 tools take (\d+) tokens, system messages \d+ tokens", said
+        r"In the prompt: 120 tools take (\d+) tokens, system messages \d+ tokens", message
     )
-    assert tools is not None, said
+    assert tools is not None, message
     without: Any = {name: value for name, value in ask.items() if name != "tools"}
     assert int(tools[1]) == count - (await claude.messages.count_tokens(**without)).input_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_within_an_answer(
+async def test_a_worker_with_a_smaller_window_refuses_the_prompt(
     front: RunningGateway, claude: anthropic.AsyncAnthropic, stream: bool
 ) -> None:
     """A worker with a smaller window refuses, before a first token and behind it."""
@@ -176,9 +176,9 @@ async def test_openais_clients(front: RunningGateway) -> None:
         )
         begins = f"This model's maximum context length is {_WINDOW} tokens. However, "
         assert _error_of(caught)["message"].startswith(begins)
-    said = _error_of(in_chat)["message"]
+    message = _error_of(in_chat)["message"]
     assert re.search(
-        r"requested \d+ tokens \(\d+ in the messages, \d+ in the functions, and 9 in", said
+        r"requested \d+ tokens \(\d+ in the messages, \d+ in the functions, and 9 in", message
     )
     for caught in (in_chat, in_responses):
         assert "In the prompt: 120 tools take " in _error_of(caught)["message"]

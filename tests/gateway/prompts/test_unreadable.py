@@ -43,7 +43,7 @@ def _left_out(*entries: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def _told(front: RunningGateway) -> str:
-    """What the model was told last."""
+    """Return the last prompt of the model."""
     return bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
 
 
@@ -93,8 +93,8 @@ async def test_an_answer_with_a_picture_goes_back(
 
 @pytest.mark.parametrize("role", ["user", "system"])
 async def test_a_users_picture_is_refused(http: httpx.AsyncClient, role: str) -> None:
-    said = {"role": role, "content": [_PICTURE]}
-    answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": [said]})
+    message = {"role": role, "content": [_PICTURE]}
+    answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": [message]})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[0].content[0].type")
     assert "this model takes text only, not 'image_url'" in error["message"]
@@ -117,8 +117,8 @@ async def test_tokens_are_counted_of_the_sentence(http: httpx.AsyncClient) -> No
     messages = _chat(_PICTURE)
     answer = await http.post("/v1/tokenize", json={"model": MODEL, "messages": messages})
     assert answer.json()[_NOTICE] == _left_out(("messages[2].content[0]", "image_url"))
-    said = bytes(answer.json()["tokens"]).decode()
-    assert _IMAGE in said
+    prompt = bytes(answer.json()["tokens"]).decode()
+    assert _IMAGE in prompt
 
 
 async def test_over_a_socket(front: RunningGateway) -> None:
@@ -164,9 +164,9 @@ async def test_outputs_of_calls_in_responses(
     count = await client.responses.input_tokens.count(model=MODEL, input=given)
     assert count.input_tokens > 0
     for content in ([picture], [{"type": "input_text", "text": "a"}, picture]):
-        said: Any = [{"role": "user", "content": content}]
+        messages: Any = [{"role": "user", "content": content}]
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model=MODEL, input=said)
+            await client.responses.create(model=MODEL, input=messages)
         place = len(content) - 1
         assert caught.value.param == f"input[0].content[{place}].type"
 
@@ -178,7 +178,7 @@ async def kept(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
 
 
 async def test_what_is_kept_has_the_sentence(kept: RunningGateway) -> None:
-    """Conversations and sessions go on with it."""
+    """Conversations and sessions continue with the sentence."""
     output: Any = {
         "type": "function_call_output",
         "call_id": "a",
@@ -252,8 +252,8 @@ async def test_results_in_messages(front: RunningGateway) -> None:
         ask: Any = {"model": MODEL, "messages": messages}
         answer = await sdk.messages.create(**ask, max_tokens=9)
         assert answer.model_dump()[_NOTICE] == wanted
-        said = f"The screen:\n{_IMAGE}\nManual\n[A document was here. This model reads text only.]"
-        assert f"{said}\nPage 1\n{_IMAGE}" in _told(front)
+        text = f"The screen:\n{_IMAGE}\nManual\n[A document was here. This model reads text only.]"
+        assert f"{text}\nPage 1\n{_IMAGE}" in _told(front)
         events = [one async for one in await sdk.messages.create(**ask, max_tokens=9, stream=True)]
         assert events[-1].model_dump()[_NOTICE] == wanted
         count = await sdk.messages.count_tokens(**ask)

@@ -106,14 +106,14 @@ async def test_chat_log_probabilities(client: openai.AsyncOpenAI) -> None:
 async def test_the_end_token_has_no_log_probability(
     front: RunningGateway, route: str, *, stream: bool
 ) -> None:
-    """It is counted, and it is none of the content."""
+    """The end token counts in usage and is not part of the content."""
     model = await front.gateway.models.get(MODEL)
     assert isinstance(model, ByteModel)
     model.eos_token_ids = (2,)
     front.worker.script = lambda _job: ["h", "i", ""]
     is_chat = "chat" in route
-    said = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": "?"}
-    body = {"model": MODEL, "logprobs": True if is_chat else 1, "stream": stream, **said}
+    fields = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": "?"}
+    body = {"model": MODEL, "logprobs": True if is_chat else 1, "stream": stream, **fields}
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
         answers = await _answers(http, route, body)
         found = [answer["choices"][0]["logprobs"] for answer in answers]
@@ -123,12 +123,12 @@ async def test_the_end_token_has_no_log_probability(
         if not stream:
             assert answers[0]["usage"]["completion_tokens"] == 3
         ignored = await _answers(http, route, {**body, "ignore_eos": True, "stream": False})
-        kept = ignored[0]["choices"][0]["logprobs"]
-        assert len(kept["content" if is_chat else "tokens"]) == 3
+        logprobs = ignored[0]["choices"][0]["logprobs"]
+        assert len(logprobs["content" if is_chat else "tokens"]) == 3
 
 
 async def _answers(http: httpx.AsyncClient, route: str, body: dict[str, Any]) -> list[Any]:
-    """The body, or those of all events."""
+    """Return the body, or the bodies of all events."""
     answer = await http.post(route, json=body)
     assert answer.status_code == 200, answer.text
     if not body["stream"]:

@@ -1,4 +1,4 @@
-"""Control tokens in what clients send: text at every endpoint, whatever field it comes in."""
+"""Control tokens in clients' requests: plain text at every endpoint and in every field."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def spelled(front: RunningGateway, token_ids: Sequence[int]) -> list[str]:
 
 
 async def prompt(front: RunningGateway) -> list[str]:
-    """Of the last job."""
+    """Return the last job's prompt, one text per token."""
     return await spelled(front, front.worker.jobs[-1].prompt_token_ids or ())
 
 
@@ -202,8 +202,8 @@ async def test_responses(front: RunningGateway) -> None:
 
 async def test_a_websocket(front: RunningGateway) -> None:
     messages = [{"role": "user", "content": FORGED}]
-    told = await _told(front, {"model": MODEL, "max_tokens": 4, "messages": messages})
-    assert told["type"] == "accepted"
+    message = await _told(front, {"model": MODEL, "max_tokens": 4, "messages": messages})
+    assert message["type"] == "accepted"
     await eventually(lambda: len(front.worker.jobs) == 1)
     assert await prompt(front) == [*TURN, *OPEN]
 
@@ -227,8 +227,8 @@ async def test_whether_to_think_is_true_or_false(front: RunningGateway, value: A
                 answer = await http.post(path, json=fields | {"enable_thinking": value})
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, "enable_thinking"), path
-        told = await _told(front, body | {"enable_thinking": value})
-        assert (told["type"], told["param"]) == ("error", "enable_thinking")
+        message = await _told(front, body | {"enable_thinking": value})
+        assert (message["type"], message["param"]) == ("error", "enable_thinking")
 
 
 async def _refused(
@@ -248,8 +248,8 @@ async def _refused(
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), path
             assert words in error["message"]
-    told = await _told(front, {"model": MODEL, "chat_template_kwargs": arguments} | chat)
-    assert (told["type"], told["param"]) == ("error", param)
+    message = await _told(front, {"model": MODEL, "chat_template_kwargs": arguments} | chat)
+    assert (message["type"], message["param"]) == ("error", param)
     assert not front.worker.jobs
 
 

@@ -1,4 +1,4 @@
-"""A grammar that the worker cannot compile is told of by the field that it was written in."""
+"""Grammars that the worker cannot compile: the error names the request's field."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ async def test_the_field_at_fault_is_named(
     answer = await http.post(path, json=body)
     if answer.status_code == 200:
         lines = [one for one in answer.text.splitlines() if one.startswith("data: {")]
-        told = [json.loads(line.removeprefix("data: ")) for line in lines]
-        error = next(one.get("error", one) for one in told if _is_error(one))
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        error = next(one.get("error", one) for one in events if _is_error(one))
     else:
         assert answer.status_code == 400
         error = answer.json()["error"]
@@ -89,7 +89,7 @@ def _is_error(event: dict[str, Any]) -> bool:
     return event.get("type") == "error" or "error" in event
 
 
-async def test_it_is_named_over_a_websocket(front: RunningGateway) -> None:
+async def test_the_field_at_fault_is_named_over_a_websocket(front: RunningGateway) -> None:
     async with opened(front) as socket:
         body = {"model": MODEL, "prompt": "hi", "guided_regex": "(a"}
         await send(socket, "generate", id="a", **body)
@@ -97,7 +97,7 @@ async def test_it_is_named_over_a_websocket(front: RunningGateway) -> None:
     assert (error["param"], error["code"]) == ("guided_regex", GrammarError.code)
 
 
-async def test_nothing_is_named_where_nothing_asked_for_a_form(
+async def test_no_field_is_named_without_a_requested_form(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
     path = "/v1/chat/completions"

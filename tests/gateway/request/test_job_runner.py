@@ -1,4 +1,4 @@
-"""What the gateway generates for itself."""
+"""Generations of the gateway's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_generation_of_its_own_is_batch_work_of_the_tenant(front: Runnin
     assert job.deadline_ns - job.received_ns == round(timeout_s * 1e9)
 
 
-async def test_one_that_fails_says_so(front: RunningGateway) -> None:
+async def test_a_failed_generation_raises_an_error(front: RunningGateway) -> None:
     front.worker.end_with = Failed(code="out_of_memory", message="No memory.")
     with pytest.raises(InternalGenerationError, match="No memory"):
         await front.gateway.runner.generate("acme", "sum-2", _REQUEST)

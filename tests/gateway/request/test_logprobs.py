@@ -19,8 +19,10 @@ _TEXTS = ["a\U0001f600b", "\u4f60\u597d, \u4e16\u754c!", "\U0001f468\u200d\U0001
 
 
 def answer(front: RunningGateway, raw: bytes) -> list[str]:
-    """Have the worker say these bytes, a token each; the text that each adds, the last one with
-    what is left."""
+    """Have the worker generate these bytes, one per token, and return the text of each token.
+
+    The last token has the rest of the text.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(bytes([one])) for one in raw]
     texts[-1] += decoder.decode(b"", final=True)
@@ -30,7 +32,7 @@ def answer(front: RunningGateway, raw: bytes) -> list[str]:
 
 
 async def completion(front: RunningGateway, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion, those of a stream put together."""
+    """Return the choices of a completion, with a stream's deltas joined."""
     body = {"model": MODEL, "prompt": "x", "logprobs": 2, **fields}
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
         got = await http.post("/v1/completions", json=body)
@@ -49,7 +51,7 @@ async def completion(front: RunningGateway, **fields: Any) -> list[dict[str, Any
 
 
 def offsets_of(text: str) -> list[int]:
-    """Where the character of each byte is."""
+    """Return, for each byte, the offset of its character."""
     return [at for at, character in enumerate(text) for _ in character.encode()]
 
 
@@ -104,7 +106,7 @@ async def test_bytes_that_are_no_text(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_text_that_was_held_back(front: RunningGateway, *, stream: bool) -> None:
-    """It may have begun a stop string, and comes with a later token."""
+    """The text may begin a stop string, so it comes with a later token."""
     front.worker.answer_ids = b"abc"
     front.worker.script = lambda _job: ["", "", "abc"]
     (choice,) = await completion(front, stop=["abd"], stream=stream)
@@ -158,13 +160,15 @@ async def test_the_chosen_token_is_among_the_alternatives_everywhere(
         assert read[1]["bytes"] == [0xF0]
         assert [one["bytes"] for one in read[1]["top_logprobs"]] == [[0xF5], [0xF6], [0xF0]]
 
-    said: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]}
-    whole = await client.chat.completions.create(model=MODEL, logprobs=True, top_logprobs=2, **said)
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]}
+    whole = await client.chat.completions.create(
+        model=MODEL, logprobs=True, top_logprobs=2, **fields
+    )
     assert whole.choices[0].logprobs is not None
     check([one.model_dump() for one in whole.choices[0].logprobs.content or ()])
     streamed: list[Any] = []
     async for chunk in await client.chat.completions.create(
-        model=MODEL, logprobs=True, top_logprobs=2, stream=True, **said
+        model=MODEL, logprobs=True, top_logprobs=2, stream=True, **fields
     ):
         for one in chunk.choices:
             if one.logprobs is not None:
@@ -174,13 +178,13 @@ async def test_the_chosen_token_is_among_the_alternatives_everywhere(
         model=MODEL, input="?", top_logprobs=2, include=["message.output_text.logprobs"]
     )
     check(response.model_dump()["output"][0]["content"][0]["logprobs"])
-    none = await client.chat.completions.create(model=MODEL, logprobs=True, **said)
+    none = await client.chat.completions.create(model=MODEL, logprobs=True, **fields)
     assert none.choices[0].logprobs is not None
     assert (none.choices[0].logprobs.content or [])[0].top_logprobs == []
     url = front.url.replace("http", "ws") + "/v1/ws"
     async with websockets.connect(url, subprotocols=[Subprotocol("millrace.v1")]) as socket:
         asked = {"type": "generate", "id": "1", "model": MODEL, "logprobs": True, "top_logprobs": 2}
-        await socket.send(json.dumps({**asked, **said}))
+        await socket.send(json.dumps({**asked, **fields}))
         infos: list[Any] = []
         while True:
             message = json.loads(await socket.recv())

@@ -1,4 +1,4 @@
-"""Long prompts through HTTP: others are served meanwhile, and what is refused counts."""
+"""Long prompts over HTTP: other requests are served meanwhile, and refused prompts count."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def test_tokenize_counts_against_the_limit(keyed: KeyedFront) -> None:
 async def test_over_the_limit_a_long_request_is_not_even_read(keyed: KeyedFront) -> None:
     for _ in range(6):
         await keyed.post("/v1/tokenize", prompt="hello")
-    # It is no JSON, which nobody finds out.
+    # The body is no JSON, and the gateway does not parse it.
     answer = await keyed._client.post("/v1/completions", content=b"{" * 100_000)
     assert answer.status_code == 429
 

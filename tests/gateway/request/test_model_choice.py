@@ -1,4 +1,4 @@
-"""``model: auto`` through a running gateway: who answers, and what is said of it."""
+"""``model: auto`` through a running gateway: the model that answers, and its disclosure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fronts:
         return [job for worker in self.workers.values() for job in worker.jobs]
 
     def queue(self, model: str, **fields: Any) -> None:
-        """What the scheduler says of a model's queue."""
+        """Publish a queue status of the model, as the scheduler does."""
         status = QueueStatus(model=model, num_queued=0, bound=100)
         self.running.gateway.fleet.on_queue(replace(status, **fields))
 

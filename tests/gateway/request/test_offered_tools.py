@@ -68,8 +68,8 @@ async def test_a_custom_tool_is_called_with_text(
     assert grammar is not None
     assert "Begin Patch" in grammar.text
 
-    said = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    messages: Any = [{"role": "user", "content": "x"}, choice.message.to_dict(), said]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    messages: Any = [{"role": "user", "content": "x"}, choice.message.to_dict(), result]
     await client.chat.completions.create(model="echo", messages=messages, tools=[EDIT])
 
 
@@ -117,7 +117,7 @@ async def test_a_grammar_that_is_not_kept_is_told(
 async def test_other_tools_of_which_there_is_no_grammar(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
-    """The tools are too large for one grammar: none is kept rather than the request refused."""
+    """The tools are too large for one grammar, so the request is served without one."""
     tools = [
         {"type": "custom", "custom": {"name": f"edit_{i}", "format": {"type": "grammar"}}}
         for i in range(8)
@@ -385,10 +385,10 @@ async def test_a_name_that_no_tool_may_have_is_found_by_its_place(
     http: httpx.AsyncClient, path: str, tool: dict[str, Any], field: str
 ) -> None:
     right = json.loads(json.dumps(tool).replace("a b", "f"))
-    said = {"input": "hi"} if path == "responses" else {"messages": asked("hi")["messages"]}
-    said |= {"model": "echo", "tools": [right, tool]}
-    said |= {"max_tokens": 9} if path == "messages" else {}
-    refused = await http.post(f"/v1/{path}", json=said)
+    fields = {"input": "hi"} if path == "responses" else {"messages": asked("hi")["messages"]}
+    fields |= {"model": "echo", "tools": [right, tool]}
+    fields |= {"max_tokens": 9} if path == "messages" else {}
+    refused = await http.post(f"/v1/{path}", json=fields)
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, field)
     assert error["message"] == f"{field} must be 1 to 64 letters, digits, _ or -, got 'a b'"

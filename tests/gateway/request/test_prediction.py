@@ -1,4 +1,4 @@
-"""What a client predicts goes with its job, and usage tells what came of proposals."""
+"""Predicted outputs: they go with the job, and usage counts proposed tokens."""
 
 from __future__ import annotations
 

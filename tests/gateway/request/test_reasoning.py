@@ -58,9 +58,9 @@ async def test_each_answer_of_a_beam_search_has_its_thoughts(client: openai.Asyn
     answer = await client.chat.completions.create(
         **ASKED, n=2, extra_body={"use_beam_search": True}
     )
-    told: list[Any] = [choice.message for choice in answer.choices]
-    assert [message.reasoning_content for message in told] == [THOUGHTS] * 2
-    assert [message.content for message in told] == [ANSWER, ANSWER + "!"]
+    messages: list[Any] = [choice.message for choice in answer.choices]
+    assert [message.reasoning_content for message in messages] == [THOUGHTS] * 2
+    assert [message.content for message in messages] == [ANSWER, ANSWER + "!"]
 
 
 async def test_a_whole_answer(client: openai.AsyncOpenAI) -> None:
@@ -152,7 +152,7 @@ async def test_items_of_a_response(client: openai.AsyncOpenAI, stream: bool) -> 
 
 async def test_events_have_the_same_numbers_however_they_were_cut(front: RunningGateway) -> None:
     """Whole sentences at a time, or single bytes."""
-    told: list[list[Any]] = []
+    deltas: list[list[Any]] = []
     for tokens_per_frame in (1, 7, 500):
         front.worker.tokens_per_frame = tokens_per_frame
         async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:
@@ -163,14 +163,14 @@ async def test_events_have_the_same_numbers_however_they_were_cut(front: Running
             for line in answer.text.splitlines()
             if line.startswith("data: ")
         ]
-        told.append(
+        deltas.append(
             [
                 (event["type"], event["sequence_number"])
                 for event in events
                 if not event["type"].endswith(".delta")
             ]
         )
-    assert told[0] == told[1] == told[2]
+    assert deltas[0] == deltas[1] == deltas[2]
 
 
 async def test_a_stream_goes_on_behind_any_of_its_tokens(front: RunningGateway) -> None:
@@ -184,21 +184,23 @@ async def test_a_stream_goes_on_behind_any_of_its_tokens(front: RunningGateway) 
             headers = key | {"Last-Event-ID": event_id}
             rest = await http.post("/v1/chat/completions", json=body, headers=headers)
             had = whole[: number + 1]
-            told = [*had, *_deltas(rest.text)]
-            assert "".join(thoughts for _, thoughts, _ in told) == THOUGHTS, event_id
-            assert "".join(answer for _, _, answer in told) == ANSWER, event_id
+            events = [*had, *_deltas(rest.text)]
+            assert "".join(thoughts for _, thoughts, _ in events) == THOUGHTS, event_id
+            assert "".join(answer for _, _, answer in events) == ANSWER, event_id
 
 
 def _deltas(text: str) -> list[tuple[str, str, str]]:
-    """Id, thoughts and answer of each event; the last of those that came together has the id."""
-    told = []
+    """Return id, thoughts and answer of each event; the last of a group has the id."""
+    deltas = []
     for event in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
         if lines.get("data", "[DONE]") != "[DONE]":
             choices = json.loads(lines["data"])["choices"]
             delta = choices[0]["delta"] if choices else {}
-            told.append((lines.get("id", ""), delta.get("reasoning", ""), delta.get("content", "")))
-    return told
+            deltas.append(
+                (lines.get("id", ""), delta.get("reasoning", ""), delta.get("content", ""))
+            )
+    return deltas
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -207,14 +209,14 @@ async def test_over_a_socket(front: RunningGateway, wanted: bool) -> None:
         await socket.send(
             json.dumps({"type": "generate", "id": "a", "include_reasoning": wanted} | ASKED)
         )
-        told: dict[str, str] = {"reasoning": "", "delta": ""}
+        texts: dict[str, str] = {"reasoning": "", "delta": ""}
         num_tokens = 0
         while (message := json.loads(await socket.recv()))["type"] != "done":
-            if message["type"] in told:
+            if message["type"] in texts:
                 assert message["index"] == num_tokens
-                told[message["type"]] += message["text"]
+                texts[message["type"]] += message["text"]
                 num_tokens += message["num_tokens"]
-    assert told == {"reasoning": THOUGHTS if wanted else "", "delta": ANSWER}
+    assert texts == {"reasoning": THOUGHTS if wanted else "", "delta": ANSWER}
     assert num_tokens == len(TEXT.encode())
     assert message["usage"]["completion_tokens_details"]["reasoning_tokens"] == NUM_REASONING
 
@@ -237,6 +239,6 @@ async def test_what_a_request_says_of_thinking(
 async def test_a_session_keeps_no_thoughts(client: openai.AsyncOpenAI, http: Any) -> None:
     extra = {"session_id": "s"}
     await client.chat.completions.create(**ASKED, extra_body=extra)
-    kept = (await http.get("/v1/sessions/s")).json()
-    assert THOUGHTS not in json.dumps(kept["messages"][1:], ensure_ascii=False)
-    assert kept["messages"][-1]["content"] == ANSWER
+    session = (await http.get("/v1/sessions/s")).json()
+    assert THOUGHTS not in json.dumps(session["messages"][1:], ensure_ascii=False)
+    assert session["messages"][-1]["content"] == ANSWER

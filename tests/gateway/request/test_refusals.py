@@ -1,4 +1,4 @@
-"""Each request that is refused is in one record, and a flood of them is in few."""
+"""Refused requests: each is in one record, and a flood of them is in few."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Book:
             await self._outbox.ack(messages)
 
     async def until(self, count: int) -> None:
-        """Wait until as many requests are in the records, or more."""
+        """Wait until the records count at least so many requests."""
 
         async def there() -> bool:
             await self.read()
@@ -69,7 +69,7 @@ class Book:
         await eventually(there, 20.0, f"records of {count} refusals")
 
     def kinds(self) -> dict[tuple[str, str, int, str, str], int]:
-        """How many of each tenant, door, status, code and limit."""
+        """Count refusals by tenant, entry point, status, code and limit."""
         found: dict[tuple[str, str, int, str, str], int] = {}
         for one in self.records:
             kind = (one.tenant, one.door, one.status, one.code, one.limit)
@@ -119,7 +119,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def test_pages_and_probes_are_no_refused_requests(front: RunningGateway, book: Book) -> None:
-    """They ask before a key is given, and again and again."""
+    """Pages and probes ask repeatedly before a key is given."""
     async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
         for path in ("/ops/api/totals", "/ops/api/alerts", "/v1/models", "/v1/tools", "/v1/limits"):
             assert (await http.get(path)).status_code == 401, path
@@ -273,7 +273,7 @@ async def _until_end(connection: ClientConnection) -> str:
 async def test_what_was_a_job_is_not_told_twice(
     front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
-    """A job that is shed has its own record, whatever door it came by and however it is told."""
+    """A shed job has its own record for every API, streamed or not."""
     _, token = await store.create_key("acme", 0)
     front.worker.end_with = Shed(retry_after_s=1.0)
     async with httpx.AsyncClient(base_url=front.url, headers=bearer(token), timeout=20) as http:
@@ -284,7 +284,7 @@ async def test_what_was_a_job_is_not_told_twice(
         assert embedded.status_code == 429
         async with connect(front.ws_url, additional_headers=bearer(token)) as socket:
             assert await _told(socket, "generate", id="a", **CHAT) == "overloaded"
-        # One that is refused, to know that all were looked at.
+        # A refused request, to know that all earlier ones were counted.
         assert (await http.post("/v1/chat/completions", content=b"{")).status_code == 400
     await book.until(1)
     assert list(book.kinds()) == [("acme", "/v1/chat/completions", 400, "invalid_json", "")]
@@ -322,7 +322,7 @@ async def test_a_failure_of_ours_is_a_warning_and_a_cancel_is_none(
 async def test_a_flood_over_http_leaves_few_records(
     front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
-    """With as many keys as requests, none of which is one; and the gateway answers meanwhile."""
+    """The gateway answers during a flood in which each request has another invalid key."""
     number = 600
     async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
 
@@ -346,12 +346,14 @@ async def test_a_flood_over_http_leaves_few_records(
     assert len(lines) + sum(left_out) == number
 
 
-# --- the bounds, whoever refuses ---------------------------------------------------------------
+# --- the bounds on refusals ----------------------------------------------------------------------
 
 
 class FlakyOutbox:
-    """Keeps what is published, or is unreachable; with ``is_late`` it keeps it and says it is
-    unreachable."""
+    """Outbox that stores records or is unreachable.
+
+    With ``is_late`` it stores a record and raises an error all the same.
+    """
 
     def __init__(self) -> None:
         self.is_away = False
@@ -420,7 +422,7 @@ async def test_however_many_kinds_come_the_records_are_bounded_and_count_them_al
 
 async def test_a_record_has_the_ids_of_the_first_few() -> None:
     async with _refusals() as (refusals, outbox, clock):
-        refusals.note("/v1/x", _refusal(), None)  # one that had no id
+        refusals.note("/v1/x", _refusal(), None)  # a refusal without an id
         for number in range(20):
             refusals.note("/v1/x", _refusal(), None, f"id-{number}")
         await refusals.flush()

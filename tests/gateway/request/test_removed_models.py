@@ -26,7 +26,7 @@ _BODIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_before_the_first_token(
+async def test_a_model_removed_before_the_first_token_is_a_503(
     front: RunningGateway, http: httpx.AsyncClient, path: str
 ) -> None:
     front.worker.end_with = _GONE
@@ -44,7 +44,9 @@ async def test_before_the_first_token(
 
 
 @pytest.mark.parametrize("path", [path for path in _BODIES if path != "/v1/embeddings"])
-async def test_in_a_stream(front: RunningGateway, http: httpx.AsyncClient, path: str) -> None:
+async def test_a_model_removed_during_a_stream_is_an_error_event(
+    front: RunningGateway, http: httpx.AsyncClient, path: str
+) -> None:
     front.worker.stop_before, front.worker.end_with = 3, _GONE
     answer = await http.post(path, json={"model": MODEL, **_BODIES[path], "stream": True})
     assert answer.status_code == 200
@@ -63,7 +65,7 @@ async def test_in_a_stream(front: RunningGateway, http: httpx.AsyncClient, path:
     assert events[-1]["error"]["type"] == kind
 
 
-async def test_over_a_socket(front: RunningGateway) -> None:
+async def test_a_model_removed_during_a_websocket_stream_is_an_error(front: RunningGateway) -> None:
     front.worker.end_with = _GONE
     async with connect(front.ws_url, subprotocols=["millrace.v1"]) as socket:  # type: ignore[list-item]
         await socket.send(json.dumps({"type": "generate", "id": "a", "model": MODEL, **_SAID}))
@@ -85,7 +87,7 @@ async def test_over_a_socket(front: RunningGateway) -> None:
         ("taken_over", "server_error"),
     ],
 )
-async def test_whose_fault_an_end_is(
+async def test_an_end_is_the_requests_fault_or_the_servers(
     front: RunningGateway, http: httpx.AsyncClient, code: str, in_responses: str
 ) -> None:
     front.worker.stop_before = 3

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, for every kind of vocabulary."""
+"""Text offsets of tokens, for every kind of vocabulary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tool calls over HTTP: those that the client runs, and those that the gateway runs itself.
+"""Tool calls over HTTP, run by the client and by the gateway.
 
-The model says what it was told last, so that a test can have it say anything.
+The model repeats the last message, so a test decides what it says.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def test_a_forced_call_that_was_cut_off_is_no_content(
 
 
 class Cut(NamedTuple):
-    """What a model wrote before a stop string, and the arguments of its calls by then."""
+    """Text of a model before a stop string, and the arguments of its calls so far."""
 
     text: str
     arguments: list[str]

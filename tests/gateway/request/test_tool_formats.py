@@ -160,7 +160,7 @@ _BEGINS = {
 async def test_a_free_call_that_was_cut_off_is_no_content(
     client: openai.AsyncOpenAI, tool_format: ToolFormat, content: str, num_more: int
 ) -> None:
-    """Nothing of the tag is told, nor what came behind it, streamed or not."""
+    """The answer has neither the tag nor the text after it, streamed or not."""
     tag = _BEGINS[tool_format]
     calls = calls_as_text(CALLS, tool_format)
     text = f"{content}\n{tag}{calls.removeprefix(tag)}" if content else tag + calls

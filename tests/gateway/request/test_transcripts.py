@@ -1,4 +1,4 @@
-"""Jobs say that their words may be kept only for tenants that asked for it, as of a moment ago."""
+"""Transcripts: jobs permit them only for tenants whose current record allows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _keeping(known: TenantRecord) -> TenantRecord:
 async def gateway_for(
     server: RedisServer, change: Callable[[TenantRecord], TenantRecord] | None
 ) -> AsyncIterator[tuple[RunningGateway, str]]:
-    """A gateway and a key of ``acme``, whose record and that of ``local`` were changed so."""
+    """Run a gateway with a key of ``acme``, after these changes of ``acme`` and ``local``."""
     config = RedisConfig(url=server.url)
     link = RedisLink(config)
     store = TenantStore(link)
@@ -47,7 +47,7 @@ async def gateway_for(
 
 
 async def ask_everywhere(front: RunningGateway, headers: dict[str, str]) -> None:
-    """By each door, one job or more."""
+    """Send requests through every API, with one job or several each."""
     async with httpx.AsyncClient(base_url=front.url, timeout=20, headers=headers) as http:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
         for path, body in (
@@ -125,7 +125,7 @@ async def test_a_change_of_mind_counts_within_seconds(link: RedisLink, clock: Ma
     assert not await identity.keeps_transcripts("acme")
 
 
-async def test_who_cannot_be_asked_has_not_agreed(
+async def test_while_redis_is_away_no_transcript_is_kept(
     redis_server: RedisServer, clock: ManualClock
 ) -> None:
     link = RedisLink(RedisConfig(url=redis_server.url), clock)

@@ -1,4 +1,4 @@
-"""Tools of models whose engines hold calls to no grammar, at each endpoint."""
+"""Tools of models whose engines constrain no calls, at each endpoint."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_the_socket_tells_what_does_not_fit(front: RunningGateway) -> None
     assert message["finish_reason"] == "tool_calls"
 
 
-async def test_an_engine_of_grammars_is_given_one() -> None:
+async def test_an_engine_with_grammars_gets_a_grammar() -> None:
     async with (
         running_gateway(models=models_of(EngineKind.VLLM)) as front,
         httpx.AsyncClient(base_url=front.url) as client,

@@ -1,4 +1,4 @@
-"""Versions of a model at every door, and rollouts that administrators start and turn back."""
+"""Versions of a model at every endpoint, and rollouts run by administrators."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def http(fronts: Fronts) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def _ask(http: httpx.AsyncClient, model: str, **fields: Any) -> str:
-    """Which version answers a chat."""
+    """Return the version that answers a chat."""
     answer = await http.post(CHAT, json=DOORS[CHAT] | {"model": model} | fields)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-millrace-model"] == answer.json()["model"]
@@ -173,10 +173,10 @@ async def test_a_socket_gets_a_version_and_is_told_which(fronts: Fronts) -> None
     asked = {"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 3, "model": OLD}
     async with connect(fronts.running.ws_url) as socket:
         await socket.send(json.dumps(asked))
-        told = json.loads(await socket.recv())
-        while told["type"] != "accepted":
-            told = json.loads(await socket.recv())
-    assert (told["model"], told["route_reason"]) == (NEW, "version")
+        message = json.loads(await socket.recv())
+        while message["type"] != "accepted":
+            message = json.loads(await socket.recv())
+    assert (message["model"], message["route_reason"]) == (NEW, "version")
 
 
 async def test_a_route_leads_to_a_version(fronts: Fronts, http: httpx.AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""A gateway whose model tells what it was shown, or what a test has it say."""
+"""Gateway whose model repeats its prompt or writes a scripted text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.running_gateway import (
 
 
 class Transcriber(ByteTokenizer):
-    """A conversation is all its messages, so that an echo tells what the model was shown."""
+    """Model whose prompt is the text of all messages, so an echo shows the conversation."""
 
     def encode_chat(
         self,

@@ -49,7 +49,7 @@ async def second(front: RunningGateway, redis: RedisConfig) -> AsyncIterator[Run
         yield running
 
 
-async def test_it_is_begun_polled_and_read(
+async def test_a_background_answer_is_begun_polled_and_read(
     front: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
     front.worker.gate.clear()
@@ -75,7 +75,7 @@ async def test_it_is_begun_polled_and_read(
         await client.responses.retrieve(begun.id)
 
 
-async def test_one_that_is_cut_is_incomplete(client: openai.AsyncOpenAI) -> None:
+async def test_a_cut_background_answer_is_incomplete(client: openai.AsyncOpenAI) -> None:
     begun = await client.responses.create(
         model=MODEL, input="long", background=True, max_output_tokens=3
     )
@@ -83,7 +83,7 @@ async def test_one_that_is_cut_is_incomplete(client: openai.AsyncOpenAI) -> None
     assert (ended.status, ended.output_text) == ("incomplete", "use")
 
 
-async def test_it_is_followed_by_cursor_at_any_gateway(
+async def test_a_background_answer_is_followed_by_cursor_at_any_gateway(
     front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
     stream = await client.responses.create(
@@ -96,8 +96,8 @@ async def test_it_is_followed_by_cursor_at_any_gateway(
         for front_client in (client, other):
             for after in range(-1, int(whole[-1]["sequence_number"]) + 1):
                 events = await _followed(front_client, response_id, after)
-                told = [one for one in whole if one["sequence_number"] > after]
-                assert _text(events) == _text(told) or _text(told).endswith(_text(events))
+                rest = [one for one in whole if one["sequence_number"] > after]
+                assert _text(events) == _text(rest) or _text(rest).endswith(_text(events))
                 assert all(one["sequence_number"] > after for one in events)
                 seen = "".join(
                     one["delta"]
@@ -172,7 +172,7 @@ async def test_a_follower_that_leaves_changes_nothing(
     await client.responses.cancel(response_id)
 
 
-async def test_it_is_cancelled_from_any_gateway(
+async def test_a_background_answer_is_cancelled_from_any_gateway(
     front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
     front.worker.stop_before = 4
@@ -192,7 +192,7 @@ async def test_it_is_cancelled_from_any_gateway(
     assert len(front.worker.cancelled) == 2
 
 
-async def test_it_goes_on_after_its_gateway_is_gone(
+async def test_a_background_answer_continues_after_its_gateway_is_gone(
     front: RunningGateway, redis: RedisConfig
 ) -> None:
     """The gateway that began it is closed while nothing is made yet, and while all is."""
@@ -218,7 +218,7 @@ async def test_it_goes_on_after_its_gateway_is_gone(
             assert (ended.status, ended.output_text) == ("completed", TEXT)
 
 
-async def test_it_is_followed_without_its_model(
+async def test_a_background_answer_is_followed_without_its_model(
     front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
     """The model is taken from the catalogue while the answer is made, and when it is over."""
@@ -245,9 +245,9 @@ async def test_bad_requests_are_named(front: RunningGateway, client: openai.Asyn
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model=MODEL, input="x", background=True, store=False)
     assert caught.value.param == "store"
-    kept = await client.responses.create(model=MODEL, input="x")
+    response = await client.responses.create(model=MODEL, input="x")
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.cancel(kept.id)
+        await client.responses.cancel(response.id)
     assert caught.value.code == "not_in_background"
     for call in (client.responses.cancel, client.responses.retrieve):
         with pytest.raises(openai.NotFoundError):
@@ -258,14 +258,14 @@ async def test_bad_requests_are_named(front: RunningGateway, client: openai.Asyn
             ("starting_after=1", "starting_after"),
             ("stream=true&starting_after=x", "starting_after"),
         ):
-            answer = await http.get(f"/v1/responses/{kept.id}?{query}")
+            answer = await http.get(f"/v1/responses/{response.id}?{query}")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         body = {"model": MODEL, "input": "x", "background": True}
         answer = await http.post("/v1/responses", json=body, headers={"last-event-id": "resp-1/0"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "last-event-id")
 
 
-async def test_a_key_begins_one(front: RunningGateway) -> None:
+async def test_an_idempotency_key_begins_one_background_answer(front: RunningGateway) -> None:
     body = json.dumps({"model": MODEL, "input": "once", "background": True})
     headers = {"idempotency-key": "k"}
     async with httpx.AsyncClient(base_url=front.url) as http:
@@ -277,7 +277,7 @@ async def test_a_key_begins_one(front: RunningGateway) -> None:
     assert len(front.worker.jobs) == 1
 
 
-async def test_one_that_is_deleted_is_made_no_more(
+async def test_a_deleted_background_answer_stops(
     front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:
     front.worker.stop_before = 3
@@ -294,7 +294,7 @@ async def test_one_that_is_deleted_is_made_no_more(
 
 
 @pytest.mark.parametrize("may_pass", [False, True])
-async def test_the_key_of_one_that_failed_may_be_tried_again_if_that_may_pass(
+async def test_the_key_of_a_failed_answer_may_be_tried_again_if_retryable(
     front: RunningGateway, client: openai.AsyncOpenAI, may_pass: bool
 ) -> None:
     front.worker.end_with = Failed(code="engine_failed", message="It broke.", retryable=may_pass)

@@ -1,4 +1,4 @@
-"""Calls that were cut and sent back, and answers that are told again from what is kept of them."""
+"""Cut calls that clients send back, and answers replayed from the store."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_custom_call_that_was_cut(
 async def test_a_stop_string_within_the_input_of_a_custom_tool(
     front: RunningGateway, http: httpx.AsyncClient, client: openai.AsyncOpenAI
 ) -> None:
-    """Whole, streamed, and streamed again from what is kept of an answer in the background."""
+    """The answer is whole, streamed, and replayed from a stored background answer."""
     edit = called("apply_patch", arguments_of_input(PATCH))
     made, _, _ = edit.partition("End Patch")
     partial, _, _ = PATCH.partition("End Patch")
@@ -80,11 +80,11 @@ async def test_a_stop_string_within_the_input_of_a_custom_tool(
     events = events_of(streamed.content)
     assert "response.custom_tool_call_input.done" not in {event["type"] for event in events}
     assert events[-1]["type"] == "response.incomplete"
-    told = [one["delta"] for one in events if one["type"].endswith("call_input.delta")]
-    assert "".join(told) == partial
+    deltas = [one["delta"] for one in events if one["type"].endswith("call_input.delta")]
+    assert "".join(deltas) == partial
     response_id = events[-1]["response"]["id"]
-    kept = await client.responses.retrieve(response_id, stream=True)
-    assert _joined([event.to_dict() async for event in kept]) == _joined(events)
+    stream = await client.responses.retrieve(response_id, stream=True)
+    assert _joined([event.to_dict() async for event in stream]) == _joined(events)
 
 
 @pytest.mark.parametrize("last", ["", "Then I stop."])

@@ -142,8 +142,8 @@ async def test_a_turn_of_codex(front: RunningGateway, http: httpx.AsyncClient) -
     history.append({"type": "function_call_output", "call_id": send["call_id"], "output": "sent"})
     (done,) = await _turn(front, http, history)
     assert done["content"][0]["text"] == "Done."
-    told = [tool.name for tool in front.worker.jobs[-1].tools]
-    assert told == [
+    names = [tool.name for tool in front.worker.jobs[-1].tools]
+    assert names == [
         *("exec_command", "apply_patch", "mcp__demo__lookup_order", "mcp__demo__note"),
         *("tool_search", "local_shell", "mcp__mail__send"),
     ]
@@ -171,7 +171,7 @@ async def _turn(front: RunningGateway, http: httpx.AsyncClient, history: list[An
     items = [one["item"] for one in events if one["type"] == "response.output_item.done"]
     assert items == events[-1]["response"]["output"]
     history += items
-    # The grammar of the one tool holds the answer, whatever the other tools are.
+    # The grammar of the one tool constrains the answer for any other tools.
     grammar = front.worker.jobs[-1].sampling.grammar
     assert grammar is not None
     assert "Begin Patch" in grammar.text
@@ -204,8 +204,8 @@ async def test_the_client_of_openai_reads_custom_calls(
     )
     assert second.output_text == "Edited."
     assert prompt_of(front) == "user:Edit.|assistant:apply_patch|tool:well"
-    kept = await client.responses.input_items.list(second.id, order="asc")
-    assert [item.type for item in kept.data] == [
+    items = await client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in items.data] == [
         *("message", "custom_tool_call", "custom_tool_call_output")
     ]
 
@@ -283,8 +283,8 @@ async def test_other_tools_that_clients_run(
     result |= {"output": chunks} if kind == "shell" else {"status": "failed", "output": "no"}
     second = await http.post("/v1/responses", json=body(user("x"), call, result, stream=False))
     assert second.json()["output"][0]["content"][0]["text"] == "Done."
-    told = '[{"stdout":"a"' if kind == "shell" else "failed: no"
-    assert f"assistant:{kind}|tool:{told}" in prompt_of(front)
+    text = '[{"stdout":"a"' if kind == "shell" else "failed: no"
+    assert f"assistant:{kind}|tool:{text}" in prompt_of(front)
 
 
 @pytest.mark.parametrize("arguments", ['{"command": "ls"}', '{"command": ["ls"', "{}"])
@@ -349,7 +349,7 @@ def test_names_of_namespaces_fit_the_model() -> None:
 
 
 async def test_tools_among_the_items(front: RunningGateway, http: httpx.AsyncClient) -> None:
-    """As Codex sends its tools to models that take them so: in one item, in one namespace."""
+    """Codex sends tools to some models in one item, in one namespace."""
     says(front, called("functions__exec_command", '{"cmd": "ls"}'))
     space = {"type": "namespace", "name": "functions", "description": "All.", "tools": [RUN, EDIT]}
     item = {"type": "additional_tools", "role": "developer", "tools": [space, TOOLS[2]]}
@@ -359,9 +359,9 @@ async def test_tools_among_the_items(front: RunningGateway, http: httpx.AsyncCli
     where = "input[1].tools"
     wanted = f'tool_left_out;param="{where}[1]";detail="web_search"'
     assert answer.headers[NOTICE_NAME] == wanted
-    told = front.worker.jobs[-1].tools
-    assert [tool.name for tool in told] == ["functions__exec_command", "functions__apply_patch"]
-    assert told[0].description.startswith("All.")
+    tools = front.worker.jobs[-1].tools
+    assert [tool.name for tool in tools] == ["functions__exec_command", "functions__apply_patch"]
+    assert tools[0].description.startswith("All.")
     bad = {"type": "additional_tools", "role": "developer", "tools": [{"type": "x"}]}
     refused = await http.post("/v1/responses", json=body(bad, user("x"), tools=None))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"{where}[0].type")

@@ -45,12 +45,12 @@ def text_of(item: ConversationItem) -> str:
 
 
 async def texts(client: openai.AsyncOpenAI, conversation_id: str) -> list[str]:
-    """Of all its items, the oldest first."""
+    """Return the texts of all items of a conversation, oldest first."""
     page = await client.conversations.items.list(conversation_id, order="asc", limit=100)
     return [text_of(item) for item in page.data]
 
 
-async def test_it_is_made_changed_and_forgotten(client: openai.AsyncOpenAI) -> None:
+async def test_a_conversation_is_made_changed_and_deleted(client: openai.AsyncOpenAI) -> None:
     made = await client.conversations.create(items=[message("one")], metadata={"a": "b"})
     assert made.id.startswith("conv-")
     assert (await client.conversations.retrieve(made.id)).metadata == {"a": "b"}
@@ -101,7 +101,9 @@ async def test_answers_are_added_to_it(
     assert prompts[1] == "user:The sky.|user:Today?|assistant:Blue.|user:And now?"
 
 
-async def test_it_is_named_by_its_id_alone_or_in_an_object(client: openai.AsyncOpenAI) -> None:
+async def test_a_conversation_is_named_by_its_id_or_by_an_object(
+    client: openai.AsyncOpenAI,
+) -> None:
     made = await client.conversations.create()
     answer = await client.responses.create(model=MODEL, conversation={"id": made.id}, input="Hi")
     item = {"type": "item_reference", "id": answer.output[0].id}
@@ -231,7 +233,7 @@ async def test_an_answer_that_cannot_be_added_says_so(
 async def test_a_conversation_is_kept_for_a_while_only(
     client: openai.AsyncOpenAI, redis: RedisConfig
 ) -> None:
-    """Also one that was changed, and one that is as long as it may be read inline and more."""
+    """A changed conversation expires too, and so does one that is too long to be read inline."""
     made = await client.conversations.create(items=[message("x" * 100_000)])
     await client.conversations.update(made.id, metadata={"a": "b"})
     link = RedisLink(redis)
@@ -250,11 +252,11 @@ async def test_turns_at_the_same_time_are_added_whole(client: openai.AsyncOpenAI
             for i in range(8)
         )
     )
-    told = await texts(client, made.id)
-    assert sorted(told[::2]) == [f"no {i}" for i in range(8)]
+    turns = await texts(client, made.id)
+    assert sorted(turns[::2]) == [f"no {i}" for i in range(8)]
     assert all(
         answer.endswith(f"user:{asked}")
-        for asked, answer in zip(told[::2], told[1::2], strict=True)
+        for asked, answer in zip(turns[::2], turns[1::2], strict=True)
     )
 
 
@@ -273,7 +275,7 @@ async def test_turns_at_the_same_time_are_added_whole(client: openai.AsyncOpenAI
         ("/conv-none/items", {"items": [message("x")]}, "conversation", 404),
     ],
 )
-async def test_what_is_refused(
+async def test_bad_conversation_requests_are_refused(
     redis: RedisConfig, path: str, body: Any, param: str | None, status: int
 ) -> None:
     config = GatewayConfig(response_max_bytes=1_000)

@@ -247,7 +247,7 @@ async def test_a_failure_inside_a_stream_is_told(
 
 
 async def test_golden_transcript(front: RunningGateway) -> None:
-    # Each token alone, whatever the loop's mood: the next one leaves when the last has arrived.
+    # One token per event at any speed: a token is sent after the previous one has arrived.
     body = {"model": MODEL, "input": 'Say "hé"\n', "stream": True}
     front.worker.gate.clear()
     async with httpx.AsyncClient(base_url=front.url) as http:

@@ -1,4 +1,4 @@
-"""From the items and fields of a request to a conversation and an ask."""
+"""Conversion of a request's items and fields into a conversation and sampling settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.gateway.responses.rendered import (
 
 
 def messages_from(items: Sequence[Any], instructions: str | None = None) -> list[dict[str, Any]]:
-    """The conversation of a request, without what is not set."""
+    """Return the conversation of a request without unset fields."""
     request = request_of(input=items)
     messages = messages_of(items_of(request.input), instructions)
     return [
@@ -101,7 +101,7 @@ def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
 
 def test_refusals_and_turns_without_text() -> None:
     refusal = {"type": "refusal", "refusal": "I can't."}
-    said = messages_from(
+    messages = messages_from(
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": [refusal]},
@@ -110,7 +110,7 @@ def test_refusals_and_turns_without_text() -> None:
             {"type": "function_call_output", "call_id": "c", "output": None},
         ]
     )
-    assert [(one["role"], one["content"]) for one in said] == [
+    assert [(one["role"], one["content"]) for one in messages] == [
         ("user", "hi"),
         ("assistant", "I can't."),
         ("assistant", ""),

@@ -1,4 +1,4 @@
-"""What is kept of answers, with OpenAI's own client."""
+"""Stored answers, read with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ async def test_an_answer_that_still_runs_is_not_found(
 async def test_bad_pages_are_named(
     front: RunningGateway, client: openai.AsyncOpenAI, query: dict[str, Any], param: str
 ) -> None:
-    kept = await client.responses.create(model=MODEL, input="one")
+    response = await client.responses.create(model=MODEL, input="one")
     async with httpx.AsyncClient(base_url=front.url) as http:
-        answer = await http.get(f"/v1/responses/{kept.id}/input_items", params=query)
+        answer = await http.get(f"/v1/responses/{response.id}/input_items", params=query)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        answer = await http.get(f"/v1/responses/{kept.id}", params={"stream": "true"})
+        answer = await http.get(f"/v1/responses/{response.id}", params={"stream": "true"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
@@ -114,19 +114,19 @@ async def test_each_tenant_continues_its_own(redis: RedisConfig) -> None:
             for token in (*tokens, "none")
         ]
         acme, other, nobody = clients
-        kept = await acme.responses.create(model=MODEL, input="x")
-        assert (await acme.responses.retrieve(kept.id)).output_text == "x"
+        response = await acme.responses.create(model=MODEL, input="x")
+        assert (await acme.responses.retrieve(response.id)).output_text == "x"
         with pytest.raises(openai.NotFoundError):
-            await other.responses.retrieve(kept.id)
+            await other.responses.retrieve(response.id)
         with pytest.raises(openai.NotFoundError):
-            await other.responses.delete(kept.id)
+            await other.responses.delete(response.id)
         with pytest.raises(openai.NotFoundError):
-            await other.responses.input_items.list(kept.id)
+            await other.responses.input_items.list(response.id)
         with pytest.raises(openai.BadRequestError) as caught:
-            await other.responses.create(model=MODEL, input="y", previous_response_id=kept.id)
+            await other.responses.create(model=MODEL, input="y", previous_response_id=response.id)
         assert caught.value.code == "previous_response_not_found"
         with pytest.raises(openai.AuthenticationError):
-            await nobody.responses.retrieve(kept.id)
+            await nobody.responses.retrieve(response.id)
         for client in clients:
             await client.close()
 
@@ -271,8 +271,8 @@ async def test_a_moment_without_redis_costs_no_kept_answer(tmp_path: Path) -> No
             *_, last = [event async for event in stream]
             assert last.type == "response.completed"
             assert last.response.to_dict()["store"] is True
-            kept = await client.responses.retrieve(last.response.id)
-            assert kept.output_text == "x"
+            response = await client.responses.retrieve(last.response.id)
+            assert response.output_text == "x"
     finally:
         server.stop()
 

@@ -1,4 +1,4 @@
-"""From parts to events and to the whole answer."""
+"""Conversion of parts into events and into the whole answer."""
 
 from __future__ import annotations
 
@@ -106,11 +106,13 @@ def test_numbers_do_not_depend_on_how_the_answer_is_cut(
 
 
 def _told(parts: Sequence[Part], last_id: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """What a stream of parts tells a client that has what came up to an id: ids and events."""
+    """Return the ids and events for a client that has all events up to ``last_id``."""
     renderer = renderer_of()
     response: Any = SimpleNamespace(choices=[SimpleNamespace(had=[])], request_id="r")
-    told = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
-    stream = told.first(renderer.first()) + told.parts(list(parts)) + told.last(renderer.last())
+    events = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
+    stream = (
+        events.first(renderer.first()) + events.parts(list(parts)) + events.last(renderer.last())
+    )
     blocks = [block.split(b"\n") for block in stream.split(b"\n\n")[:-1]]
     return [(block[0][4:].decode(), json.loads(block[2][6:])) for block in blocks]
 
@@ -188,7 +190,7 @@ def test_a_failure_is_told_twice() -> None:
 
 
 def test_log_probabilities_are_those_of_the_text() -> None:
-    """Those of half a character go with the whole one, those of a call's markup with nothing."""
+    """Logprobs of half a character go with the whole one; markup of calls has none."""
     one = (TokenLogprob(1, -0.5),)
     parts: list[Part] = [
         AnswerText(0, 0, 1, "", one),

@@ -48,11 +48,11 @@ async def test_unknown_items_are_refused_by_name(redis: RedisConfig) -> None:
             openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=token, max_retries=0)
             for token in tokens
         )
-        kept = await acme.responses.create(model=MODEL, input="one")
+        stored = await acme.responses.create(model=MODEL, input="one")
         for client, item_id in (
             (acme, "msg_x"),
             (acme, "msg_0123456789abcdef01234567_0"),
-            (other, kept.output[0].id),
+            (other, stored.output[0].id),
         ):
             with pytest.raises(openai.NotFoundError) as caught:
                 await client.responses.create(

@@ -116,13 +116,13 @@ async def test_what_is_too_large_or_nowhere_is_told(link: RedisLink) -> None:
 
 
 @pytest.mark.parametrize("kept", [b"x", zlib.compress(b"{}"), zlib.compress(b'{"response":1}')])
-async def test_what_cannot_be_read_is_gone(link: RedisLink, kept: bytes) -> None:
+async def test_an_unreadable_answer_counts_as_absent(link: RedisLink, kept: bytes) -> None:
     await link.call("SET", redis_keys.response_key("a", "resp-4"), kept)
     assert await ResponseStore(link, GatewayConfig()).get("a", "resp-4") is None
 
 
 @pytest.mark.parametrize("response_id", ["", "x" * 129, "x" * 1_000_000, "\ud800"])
-async def test_ids_that_nobody_drew(link: RedisLink, response_id: str) -> None:
+async def test_unknown_response_ids_are_not_found(link: RedisLink, response_id: str) -> None:
     store = ResponseStore(link, GatewayConfig())
     assert await store.get("a", response_id) is None
     assert not await store.delete("a", response_id)

@@ -1,4 +1,4 @@
-"""Gateways of one system, and clients that check what they read for holes and repetitions."""
+"""Gateways of one system, and clients that check their streams for gaps and repetitions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair:
         self.worker = first.worker
 
     async def kill_first(self) -> None:
-        """It says nothing any more, to nobody, and hears nothing."""
+        """Cut the first gateway off the bus: it sends and receives nothing."""
         bus = self.first.gateway.bus
         assert isinstance(bus, MemoryBus)
         bus.control = MemoryBus(MemoryBroker()).control
@@ -62,7 +62,7 @@ async def until(socket: ClientConnection, kind: str) -> list[dict[str, Any]]:
 
 
 class Reading:
-    """What a client has of a generation, checked for holes and repetitions."""
+    """Part of a generation that a client has read, checked for gaps and repetitions."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -34,7 +34,7 @@ async def test_one_search_for_one_key(pair: Pair) -> None:
     assert len(pair.worker.jobs) == 1
 
 
-async def test_two_who_ask_at_once_read_one_search(pair: Pair) -> None:
+async def test_two_simultaneous_clients_read_one_search(pair: Pair) -> None:
     pair.worker.gate.clear()
     headers = {"Idempotency-Key": "k-2"}
     async with (
@@ -52,7 +52,7 @@ async def test_two_who_ask_at_once_read_one_search(pair: Pair) -> None:
 
 
 async def test_a_search_whose_gateway_died_goes_on_at_another(pair: Pair) -> None:
-    """From its beginning, as it comes whole; an answer that the client has is not told again."""
+    """The search is answered whole; an answer that the client has is not sent again."""
     pair.worker.gate.clear()
     request_id = ""
     async with httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http:
@@ -67,8 +67,8 @@ async def test_a_search_whose_gateway_died_goes_on_at_another(pair: Pair) -> Non
         await send(socket, "resume", id="b", **wanted)
         await until(socket, "accepted")
         pair.worker.gate.set()
-        told = await until(socket, "done")
-    deltas = [(one["choice"], one["text"]) for one in told if one["type"] == "delta"]
+        messages = await until(socket, "done")
+    deltas = [(one["choice"], one["text"]) for one in messages if one["type"] == "delta"]
     assert deltas == [(1, TEXT + "!"), (2, TEXT + "!!")]
-    assert told[-1]["usage"]["completion_tokens"] == 3 * len(TEXT) + 3
+    assert messages[-1]["usage"]["completion_tokens"] == 3 * len(TEXT) + 3
     await eventually(lambda: len(pair.second.gateway.streams) == 0)

@@ -37,7 +37,7 @@ HEADERS = {"Idempotency-Key": "same"}
 
 
 async def read(front: RunningGateway, reading: Events | None = None) -> Events:
-    """One client's stream, to its end."""
+    """Read one client's stream to its end."""
     events = reading or Events()
     async with (
         httpx.AsyncClient(base_url=front.url, timeout=30) as http,
@@ -50,7 +50,7 @@ async def read(front: RunningGateway, reading: Events | None = None) -> Events:
 
 
 async def ask(front: RunningGateway) -> httpx.Response:
-    """One client's whole answer."""
+    """Request one client's whole answer."""
     async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
         return await http.post(PATH, json=CHAT | {"stream": False}, headers=HEADERS)
 
@@ -83,7 +83,7 @@ def _deliveries(pair: Pair) -> list[object]:
 
 
 async def test_each_stream_is_read_at_its_own_pace(pair: Pair) -> None:
-    """Those who come in the middle get it from the beginning."""
+    """Clients that come later get the stream from its beginning."""
     dripping = await slow(pair.worker)
     early = Events()
     reading = [asyncio.create_task(read(pair.first, early))]
@@ -99,7 +99,7 @@ async def test_each_stream_is_read_at_its_own_pace(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("who", ["first", "copy"])
-async def test_who_leaves_takes_nothing_from_the_others(pair: Pair, who: str) -> None:
+async def test_a_client_that_leaves_does_not_affect_the_others(pair: Pair, who: str) -> None:
     pair.worker.gate.clear()
     first = asyncio.create_task(read(pair.first))
     await eventually(lambda: len(pair.first.gateway.responses.all()) == 1)
@@ -119,7 +119,7 @@ async def test_who_leaves_takes_nothing_from_the_others(pair: Pair, who: str) ->
     assert not pair.worker.cancelled
 
 
-async def test_who_reads_too_slowly_is_dropped_alone(pair: Pair) -> None:
+async def test_a_client_that_reads_too_slowly_is_dropped_alone(pair: Pair) -> None:
     pair.worker.gate.clear()
     readers = [asyncio.create_task(read(pair.first)) for _ in range(3)]
     await eventually(lambda: num_copies(pair) == 2)
@@ -148,7 +148,7 @@ async def test_a_cancel_by_one_ends_it_for_all(pair: Pair) -> None:
     assert len(pair.worker.jobs) == 1
 
 
-async def test_after_the_gateway_that_had_it_died_others_share_it(pair: Pair) -> None:
+async def test_clients_share_the_answer_after_its_gateway_died(pair: Pair) -> None:
     pair.worker.gate.clear()
     asking = asyncio.create_task(read(pair.first))
     await eventually(lambda: len(pair.first.gateway.responses.all()) == 1)

@@ -1,4 +1,4 @@
-"""A socket that was lost goes on, and one delivery record tells what its client saw."""
+"""Delivery records of resumed sockets: one record for each client."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_death_of_the_gateway_that_began(pair: Pair) -> None:
     [record] = [r for r in found if isinstance(r, DeliveryRecord) and r.gateway_id == "gw-2"]
     assert (record.outcome, record.num_resumes) == ("done", 1)
     assert record.tokens_delivered == len(TEXT)
-    assert record.first_byte_ms == 0  # nobody knows any more
+    assert record.first_byte_ms == 0  # unknown after the death
     assert record.total_ms > killed_ms
 
 

@@ -1,4 +1,4 @@
-"""The id of an event stands for what came up to it: behind it comes the rest, and nothing twice."""
+"""Event ids: a stream resumed after an id sends the rest and repeats nothing."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def events_of(body: str) -> list[tuple[str, str]]:
 
 
 def told(events: list[tuple[str, str]]) -> dict[Any, list[Any]]:
-    """What a client has of each choice, with deltas that follow one another put together."""
+    """Return the events of each choice, with consecutive deltas joined."""
     lists: dict[Any, list[Any]] = {}
     for _, data in events:
         event = {} if data == "[DONE]" else json.loads(data)
@@ -185,7 +185,7 @@ def _added(one: list[Any], other: list[Any]) -> list[Any]:
 
 
 def _take_text(event: dict[str, Any]) -> list[Any] | None:
-    """The text of a delta, and what is told of its tokens, taken out of the event."""
+    """Take the text and the tokens' fields out of a delta, and return the text."""
     choice = (event.get("choices") or [None])[0]
     if choice is not None and choice["finish_reason"] is None:
         delta = choice.get("delta", choice)
@@ -222,7 +222,7 @@ def _name_in(delta: dict[str, Any]) -> str:
 async def whole_and_rests(
     pair: Pair, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
-    """Cut a stream after each of its events, and go on at the other gateway in turn."""
+    """Cut a stream after each of its events and resume it at the two gateways in turn."""
     pair.worker.tokens_per_frame = tokens_per_frame
     body = {"model": MODEL, "stream": True, "temperature": 0} | body
     async with (
@@ -247,7 +247,7 @@ async def whole_and_rests(
 
 @pytest.mark.parametrize("tokens_per_frame", [1, 7, 500])
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-async def test_the_rest_comes_behind_each_event(
+async def test_a_stream_resumed_after_any_event_sends_the_rest(
     pair: Pair, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
     await whole_and_rests(pair, path, body, tokens_per_frame)
@@ -255,7 +255,7 @@ async def test_the_rest_comes_behind_each_event(
 
 @pytest.mark.parametrize("tokens_per_frame", [1, 7, 500])
 @pytest.mark.parametrize(("path", "body"), ANSWERS)
-async def test_the_rest_comes_behind_each_event_of_thoughts(
+async def test_a_stream_resumed_after_any_event_of_thoughts_sends_the_rest(
     redis: RedisConfig, path: str, body: dict[str, Any], tokens_per_frame: int
 ) -> None:
     model = ByteModel()
@@ -274,7 +274,7 @@ async def test_the_rest_comes_behind_each_event_of_thoughts(
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 async def test_ids_of_tokens_alone_are_taken(pair: Pair, path: str, body: dict[str, Any]) -> None:
-    """As streams had them before ids told of events."""
+    """Earlier streams had ids of token indices alone."""
     body = {"model": MODEL, "stream": True, "temperature": 0} | body
     async with httpx.AsyncClient(base_url=pair.second.url, timeout=10) as http:
         whole = events_of((await http.post(path, json=body, headers=TAKES_EVENTS)).text)
@@ -311,6 +311,6 @@ def test_ids_are_read(text: str, expected: EventId) -> None:
 @pytest.mark.parametrize(
     "text", ["a", "a/", "a/x", "/5", "a/5~", "a/5,6~1", "a/5~1,2", "a/5~~1", "a/5~1~2~3", "a~1/5"]
 )
-def test_what_is_no_id_is_refused(text: str) -> None:
+def test_a_malformed_event_id_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="Last-Event-ID"):
         parse_event_id(text)

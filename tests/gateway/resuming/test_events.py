@@ -1,4 +1,4 @@
-"""Event streams that go on after their gateway."""
+"""Event streams that outlive their gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answer for one key."""
+"""Idempotency keys: one answer for one key."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_one_answer_for_one_key(pair: Pair) -> None:
 
 
 def counted(pair: Pair, name: str) -> float:
-    """A metric of both gateways together, whatever its labels."""
+    """Return the sum of a metric over both gateways and all labels."""
     total = 0.0
     for front in (pair.first, pair.second):
         for line in render(front.gateway.metrics.registry).decode().splitlines():
@@ -139,7 +139,7 @@ async def test_a_key_outlives_its_connection(pair: Pair) -> None:
 
 
 async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
-    """What a client does that never saw ``accepted``."""
+    """A client that never read ``accepted`` sends its generation again."""
     fields = {"model": MODEL, "prompt": TEXT, "idempotency_key": "k-4"}
     pair.worker.gate.clear()
     async with opened(pair.first) as socket:
@@ -157,10 +157,10 @@ async def test_a_generation_is_sent_again_with_its_key(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_who_comes_while_the_first_is_refused_has_its_turn(
+async def test_a_request_waiting_for_a_refused_one_is_submitted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
-    """Nobody waits for an answer that is never made."""
+    """A client that waits for a refused request is not left without an answer."""
     jobs, release = pair.first.gateway.bus.jobs, asyncio.Event()
     publish = jobs.publish
     num_published = 0

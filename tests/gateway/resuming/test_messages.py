@@ -1,4 +1,4 @@
-"""Streams of the Messages API that go on after their gateway, block by block."""
+"""Streams of the Messages API that outlive their gateway, block by block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOLS: list[dict[str, Any]] = [{"name": "look", "input_schema": {"type": "object
 
 
 class Read:
-    """What came of a stream, on one connection or several."""
+    """Messages stream as a client reads it, on one or several connections."""
 
     def __init__(self) -> None:
         self.last_id = ""
@@ -50,15 +50,15 @@ class Read:
 @pytest.mark.parametrize(
     ("num_read", "with_call"), [(3, False), (30, False), (30, True), (50, True)]
 )
-async def test_it_goes_on_in_the_block_where_it_stopped(
+async def test_a_messages_stream_continues_in_its_last_block(
     pair: Pair, num_read: int, with_call: bool
 ) -> None:
-    said = "I shall look at it now, and then say more."
+    text = "I shall look at it now, and then say more."
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 200,
         "stream": True,
-        "messages": [{"role": "user", "content": f"{said}\n{CALL}" if with_call else said}],
+        "messages": [{"role": "user", "content": f"{text}\n{CALL}" if with_call else text}],
     } | ({"tools": TOOLS} if with_call else {})
     dripping = await slow(pair.worker)
     read = Read()
@@ -81,7 +81,7 @@ async def test_it_goes_on_in_the_block_where_it_stopped(
         async for line in response.aiter_lines():
             read.take(line)
     texts = ["".join(pieces) for pieces in read.blocks.values()]
-    assert texts[0] == said
+    assert texts[0] == text
     assert read.kinds.count("message_start") == 1
     assert read.kinds.count("content_block_stop") == len(texts)
     assert read.stop_reason == ("tool_use" if with_call else "end_turn")

@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: which gateway holds them, and what a late client is told."""
+"""Requests whose gateway is gone: their holder, and the answer for a late client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _drip(front: RunningGateway) -> None:
 
 
 async def test_a_request_is_held_by_the_gateway_that_has_its_client(pair: Pair) -> None:
-    """By the first one while its client may come back, then by the second in its place."""
+    """The first gateway holds the request while its client may return, then the second does."""
     ask = pair.second.gateway.bus.control.held_requests
     reading = Reading()
     await begin_and_cut(pair.first, reading, asyncio.create_task(_drip(pair.first)))

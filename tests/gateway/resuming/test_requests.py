@@ -1,5 +1,4 @@
-"""What a client that goes on with an answer gets besides plain text, and what is left of attempts
-that fail on the way."""
+"""Resumed answers besides plain text, and cleanup after attempts that fail on the way."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ async def fronts(redis: RedisConfig) -> AsyncIterator[tuple[RunningGateway, Runn
 
 
 def events_of(body: str) -> list[tuple[str, Any]]:
-    """Each event with the id that a client knows after it."""
+    """Return each event with the last id that a client knows after it."""
     found: list[tuple[str, Any]] = []
     last_id = ""
     for event in body.strip().split("\n\n"):
@@ -72,7 +71,7 @@ def events_of(body: str) -> list[tuple[str, Any]]:
 
 
 def pieces_of(events: list[tuple[str, Any]]) -> list[list[tuple[str, list[int]]]]:
-    """For each choice: texts, and where their tokens begin in it."""
+    """Return, for each choice, its texts and the offsets of their tokens."""
     pieces: list[list[tuple[str, list[int]]]] = [[], []]
     for _, event in events:
         for choice in event["choices"]:
@@ -163,10 +162,10 @@ async def test_a_resumption_that_fails_leaves_an_answer_that_ends(
     assert not first.worker.cancelled
 
 
-async def test_two_take_up_the_key_of_a_gateway_that_died(
+async def test_two_clients_take_over_the_key_of_a_dead_gateway(
     fronts: tuple[RunningGateway, RunningGateway],
 ) -> None:
-    """It had claimed the key, and published nothing."""
+    """The dead gateway had claimed the key and published nothing."""
     first, _ = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
     link = first.gateway.redis
@@ -187,7 +186,7 @@ async def test_two_take_up_the_key_of_a_gateway_that_died(
 async def test_a_client_that_waited_too_long_shares_what_another_submitted(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its patience ended while the other client's request was submitted and answered."""
+    """The other client's request was submitted and answered after the wait had timed out."""
     monkeypatch.setattr(submitting, "_SUBMITTED_WITHIN_S", 0.1)
     first, _ = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -223,10 +222,10 @@ async def test_a_client_that_waited_too_long_shares_what_another_submitted(
     assert submitted == ["chatcmpl-gone"]
 
 
-async def test_a_key_that_was_given_up_belongs_to_the_next(
+async def test_a_released_key_belongs_to_the_next_request(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waited for the first gets the answer of the next, not one of its own."""
+    """A client that waited for the refused request gets the next request's answer."""
     monkeypatch.setattr(submitting, "_SUBMITTED_WITHIN_S", 0.4)
     first, second = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -256,10 +255,10 @@ async def test_a_key_that_was_given_up_belongs_to_the_next(
     assert len(first.worker.jobs) == 1
 
 
-async def test_a_gateway_that_goes_refuses_what_has_not_begun(
+async def test_a_stopping_gateway_refuses_requests_that_have_not_begun(
     fronts: tuple[RunningGateway, RunningGateway],
 ) -> None:
-    """At once: it need not wait for a sign of life that nobody would see."""
+    """The refusal comes at once, without a wait for frames that no worker sends."""
     first, _ = fronts
     first.worker.stop_before = 0
     first.worker.lose = lambda _frame: True

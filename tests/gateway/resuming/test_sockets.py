@@ -1,4 +1,4 @@
-"""Generations that go on over another socket, here, at another gateway, after a death."""
+"""Generations resumed over another socket, at the same gateway or at another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_lost_socket_goes_on_at_another_gateway(pair: Pair) -> None:
     await eventually(lambda: len(pair.second.gateway.streams) == 0)
 
 
-async def test_who_queued_at_a_gateway_that_died_is_served_by_another(pair: Pair) -> None:
+async def test_a_request_queued_at_a_dead_gateway_is_served_by_another(pair: Pair) -> None:
     """Not even its first frame came: the other gateway listens in the dead one's place."""
     reading = Reading()
     pair.worker.lose = lambda _frame: True
@@ -64,7 +64,7 @@ async def test_a_client_that_says_goodbye_is_not_waited_for(pair: Pair) -> None:
     dripping.cancel()
 
 
-async def test_patience_ends(redis: RedisConfig) -> None:
+async def test_a_client_that_stays_away_loses_its_request(redis: RedisConfig) -> None:
     config = GatewayConfig(resume_grace_s=0.05)
     async with running_gateway(config, redis=redis) as front:
         front.worker.stop_before = 3
@@ -76,8 +76,8 @@ async def test_patience_ends(redis: RedisConfig) -> None:
         await eventually(lambda: len(front.gateway.streams) == 0)
 
 
-async def test_the_newest_connection_has_it(pair: Pair) -> None:
-    """A connection that still stands is told, when another one takes its generation."""
+async def test_the_newest_connection_has_the_stream(pair: Pair) -> None:
+    """The older connection is told when another one takes over its generation."""
     dripping = await slow(pair.worker)
     reading, late = Reading(), Reading()
     async with opened(pair.first) as one, opened(pair.second) as other:

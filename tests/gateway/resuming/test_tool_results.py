@@ -1,4 +1,4 @@
-"""Rounds of tools that another gateway goes on with."""
+"""Tool rounds that another gateway continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call_then_say(job: Job) -> str:
 async def test_a_tool_runs_once_though_its_client_goes_elsewhere(
     tmp_path: Path, redis: RedisConfig, dies: bool
 ) -> None:
-    """The other gateway reads the first round again, knows what the tool gave, and goes on."""
+    """The other gateway reads the first round again and uses the recorded tool result."""
     file = tmp_path / "tools.yaml"
     async with tool_server() as server, AsyncExitStack() as stack:
         server.answers["/weather"] = reply('{"sky": "rain"}')

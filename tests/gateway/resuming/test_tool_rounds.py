@@ -1,5 +1,8 @@
-"""Between two rounds of an answer: what can happen while the gateway's own tool runs, and while the
-job of the next round is on its way to the queue."""
+"""Events between two rounds of an answer.
+
+They happen while the gateway's own tool runs, or while the next round's job is on its way to the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ def text_of(messages: list[dict[str, Any]]) -> str:
         ),
     ],
 )
-async def test_the_rest_comes_behind_each_event(
+async def test_a_tool_answer_resumed_after_any_event_sends_the_rest(
     place: Place, path: str, body: dict[str, Any]
 ) -> None:
     first = await place.gateway()
@@ -174,7 +177,7 @@ async def test_the_rest_comes_behind_each_event(
 async def test_a_round_that_cannot_begin_is_told(
     place: Place, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
-    """The client has read what the tool gave by then, and waits for nothing else."""
+    """The client has read the tool's result by then and waits for the next round only."""
     front = await place.gateway()
 
     async def publish(_real: Publish, _job: Job) -> PublishedJob:
@@ -233,7 +236,7 @@ async def test_a_round_may_be_over_before_the_queue_has_answered(
 async def test_an_answer_that_is_left_between_rounds_ends(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is held, and whoever comes in time gets it; if nobody does, nothing of it is left."""
+    """The answer is held for a client that returns in time; otherwise nothing of it remains."""
     front, release = await place.gateway(), asyncio.Event()
 
     async def publish(real: Publish, job: Job) -> PublishedJob:
@@ -252,7 +255,7 @@ async def test_an_answer_that_is_left_between_rounds_ends(
     assert not front.worker.cancelled
 
 
-async def test_who_takes_an_answer_over_between_rounds_is_not_cut_off(
+async def test_a_client_that_takes_over_between_rounds_is_not_cut_off(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front, release = await place.gateway(), asyncio.Event()
@@ -356,7 +359,7 @@ async def test_the_next_round_speaks_to_the_gateway_that_has_the_answer_now(plac
     assert [job.reply for job in first.worker.jobs] == ["gw-1", "gw-2"]
 
 
-async def test_a_gateway_that_goes_waits_for_tools(place: Place) -> None:
+async def test_a_stopping_gateway_waits_for_tools(place: Place) -> None:
     front = await place.gateway()
     place.tool_gate.clear()
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:

@@ -1,4 +1,4 @@
-"""What a gateway has of sessions, without its sockets."""
+"""Session parts of a gateway, without its sockets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assistant(text: str) -> ChatMessage:
 
 
 class Front:
-    """What a gateway has of sessions, on a link of its own."""
+    """Session parts of a gateway, on a separate Redis link."""
 
     def __init__(
         self,
@@ -109,5 +109,5 @@ class Front:
 
 
 async def is_gone(redis: Redis, key: str) -> bool:
-    """Whether Redis has nothing there."""
+    """Return whether the key does not exist in Redis."""
     return not await redis.exists(key)

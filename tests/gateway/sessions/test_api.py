@@ -67,8 +67,8 @@ async def test_a_cut_call_is_not_kept(
     tool = {"type": "function", "function": {"name": "f"}}
     answer = (await request(http, "q1", tools=[tool], stop="}")).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
-    kept = (await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]
-    assert [(one["role"], one["content"], one.get("tool_calls")) for one in kept] == [
+    messages = (await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]
+    assert [(one["role"], one["content"], one.get("tool_calls")) for one in messages] == [
         ("user", "q1", None),
         ("assistant", "Hm.", None),
     ]
@@ -132,7 +132,7 @@ async def test_what_is_refused(http: httpx.AsyncClient, redis: Redis) -> None:
 async def test_a_request_that_is_refused_later_leaves_nothing(
     http: httpx.AsyncClient, redis: Redis
 ) -> None:
-    """What no limit has counted must not pile up in Redis."""
+    """A request that no limit has counted must not pile up in Redis."""
 
     async def is_empty() -> bool:
         return not await redis.keys("ctx*")

@@ -26,7 +26,7 @@ Clients = dict[str, httpx.AsyncClient]
 
 @pytest.fixture
 async def clients(redis: Redis, redis_server: RedisServer) -> AsyncIterator[Clients]:
-    """By their tenants; "" has no key."""
+    """Yield one client per tenant; tenant "" has no key."""
     config = RedisConfig(url=redis_server.url)
     link = RedisLink(config)
     store = TenantStore(link)
@@ -80,7 +80,7 @@ async def test_the_first_to_change_a_revision_wins(clients: Clients, redis: Redi
     assert 0 < ttl_s <= CONFIG.chat_ttl_s
 
 
-async def test_they_are_listed_in_pages(clients: Clients) -> None:
+async def test_chats_are_listed_in_pages(clients: Clients) -> None:
     acme = clients["acme"]
     revisions = [(await put(acme, one)).json()["revision"] for one in ("c0", "z1", "c2", "c3")]
     await put(acme, "z1", revisions[1])
@@ -143,7 +143,7 @@ async def test_what_is_refused(clients: Clients) -> None:
     assert await ids(acme) == []
 
 
-async def test_they_leave_the_list_with_their_time(redis: Redis, redis_server: RedisServer) -> None:
+async def test_expired_chats_leave_the_list(redis: Redis, redis_server: RedisServer) -> None:
     clock = ManualClock()
     link = RedisLink(RedisConfig(url=redis_server.url))
     store = ChatStore(link, GatewayConfig(chat_ttl_s=60.0), clock)

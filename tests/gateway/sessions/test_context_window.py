@@ -1,4 +1,4 @@
-"""What is left out of a conversation so that it fits a context window."""
+"""Removal of turns from a conversation that exceeds a context window."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ histories = st.lists(exchanges(), max_size=12).map(lambda found: [m for one in f
 
 
 @given(histories, texts, st.integers(8, 600), st.sampled_from(["", "what was said"]))
-def test_what_is_left_fits_and_is_the_newest(
+def test_the_newest_turns_that_fit_are_kept(
     history: list[ChatMessage], text: str, num_tokens: int, summary: str
 ) -> None:
     turn = [user(text)]
@@ -96,12 +96,12 @@ def test_what_is_left_fits_and_is_the_newest(
         assert result.num_prompt_tokens <= room.wanted_prompt_tokens
     assert result.num_prompt_tokens == len(encode(result.messages))
 
-    said = [message for message in result.messages if message.role != "system"]
+    turns = [message for message in result.messages if message.role != "system"]
     all_said = [message for message in (*history, *turn) if message.role != "system"]
-    assert said == all_said[len(all_said) - len(said) :], "the newest stay, in order"
-    assert result.num_dropped == len(all_said) - len(said)
-    assert said[-1] == turn[-1]
-    assert said[0].role == "user", "turns are left out whole"
+    assert turns == all_said[len(all_said) - len(turns) :], "the newest stay, in order"
+    assert result.num_dropped == len(all_said) - len(turns)
+    assert turns[-1] == turn[-1]
+    assert turns[0].role == "user", "turns are left out whole"
     in_prompt = "\n\n".join(message.content for message in result.messages)
     assert all(message.content in in_prompt for message in systems)
     assert result.with_summary == bool(summary and summary in result.messages[0].content)
@@ -125,7 +125,7 @@ def test_a_result_is_never_apart_from_its_call(
 
 
 @given(histories, texts)
-def test_what_fits_is_sent_as_it_is(history: list[ChatMessage], text: str) -> None:
+def test_a_conversation_that_fits_is_unchanged(history: list[ChatMessage], text: str) -> None:
     whole = [*history, user(text)]
     result = fitted(history, [user(text)], window(len(encode(whole)) + 1))
     assert (list(result.messages), result.num_dropped) == (whole, 0)
@@ -135,7 +135,7 @@ def test_what_fits_is_sent_as_it_is(history: list[ChatMessage], text: str) -> No
 def test_no_more_is_left_out_than_needed(
     history: list[ChatMessage], text: str, num_tokens: int
 ) -> None:
-    """With one turn more it would be too long, but for what the template adds, which is a guess."""
+    """A further turn would exceed the window, apart from the estimated tokens of the template."""
     room = window(num_tokens)
     result = fitted(history, [user(text)], room)
     groups = turns(history)

@@ -1,4 +1,4 @@
-"""Conversations kept in a real Redis."""
+"""Sessions stored in a real Redis."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ async def test_a_conversation_goes_on(front: Front) -> None:
         1,
         2,
     )
-    assert len(await front.kept()) == 2, "what is not answered is not kept"
+    assert len(await front.kept()) == 2, "a turn without an answer is not kept"
     history = await front.sessions.history("local", SESSION)
     assert (history.session_id, history.version, history.num_summarised) == (SESSION, 1, 0)
 
 
-async def test_it_is_compressed_json_that_expires(front: Front, redis: Redis) -> None:
+async def test_a_session_is_compressed_json_that_expires(front: Front, redis: Redis) -> None:
     await front.exchange("a" * 1_000, "b")
     key = f"ctx:{SESSION}"
     data = await redis.hget(key, "data")
@@ -152,7 +152,7 @@ async def test_a_retry_forgets_nothing_that_came_meanwhile(front: Front) -> None
     assert await front.texts() == ["q1", "a1", "from the other tab", "a2", "q1 again", "better"]
 
 
-async def test_what_is_deleted_stays_so(front: Front, redis: Redis) -> None:
+async def test_a_deleted_session_stays_deleted(front: Front, redis: Redis) -> None:
     await front.exchange("q1", "a1")
     await front.begin(user("q2"), request_id="running")
     await front.sessions.delete("local", SESSION)
@@ -167,7 +167,7 @@ async def test_what_is_deleted_stays_so(front: Front, redis: Redis) -> None:
     assert await front.texts() == ["new", "yes"]
 
 
-async def test_bounds(make: Make) -> None:
+async def test_a_session_has_limits_of_bytes_and_messages(make: Make) -> None:
     front = make(GatewayConfig(session_max_bytes=2_000, session_max_messages=5))
     await front.exchange("q" * 500, "a" * 500)
     with pytest.raises(SessionTooLargeError, match=r"hold 2\d\d\d bytes; the limit is 2000 bytes"):
@@ -178,7 +178,7 @@ async def test_bounds(make: Make) -> None:
     assert SessionTooLargeError.http_status == 413
 
 
-async def test_what_another_version_wrote(front: Front, redis: Redis) -> None:
+async def test_a_session_of_an_unknown_format_is_unreadable(front: Front, redis: Redis) -> None:
     for data in (b"x", zlib.compress(b"{"), zlib.compress(b'{"messages":[[{"role":1}]]}')):
         await redis.hset(session_key("local", SESSION), mapping={"version": 1, "data": data})
         with pytest.raises(SessionUnreadableError):

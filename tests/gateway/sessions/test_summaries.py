@@ -74,7 +74,7 @@ async def test_the_oldest_turns_become_a_summary(make: Make, redis: Redis) -> No
     ready = num_prompt_tokens + SUMMARIES.session_summary_tokens
     assert ready <= front.model.context_window_tokens
 
-    # Nobody waits for it, and what is said meanwhile stays.
+    # No request waits for the summary, and turns added meanwhile stay.
     before = await front.exchange("meanwhile", "yes")
     assert before.info.num_summarised == 0
     summariser.gate.set()

@@ -62,7 +62,7 @@ async def test_requests_at_the_same_time_do_not_fill_it_without_end(make: Make) 
     for name in names:
         await front.commit(assistant("a" * 500), request_id=name)
     assert len(await front.texts()) == 4
-    # Whoever starts anew is still heard.
+    # A request that starts anew is still accepted.
     await front.exchange("new", "yes", keep=0)
     assert await front.texts() == ["new", "yes"]
 
@@ -120,11 +120,14 @@ async def test_all_rounds_of_tools_are_kept(front: Front) -> None:
 async def test_any_order_of_requests(
     make: Make, redis: Redis, steps: list[tuple[str, int, int | None]]
 ) -> None:
-    """Against a plain list: a turn goes behind what is there, or, if nothing came since it began,
-    behind what it keeps."""
+    """Sessions match a plain list for any order of requests.
+
+    A turn is appended to the list; if nothing was added since it began, it follows the messages
+    that it keeps.
+    """
     await redis.flushall()
     fronts = [make(), make()]
-    kept: list[str] = []
+    expected: list[str] = []
     changes = 0
     running: dict[int, tuple[str, int, int | None]] = {}
     try:
@@ -133,25 +136,25 @@ async def test_any_order_of_requests(
             if step == "begin":
                 name = f"r{number}"
                 fitted = await front.begin(user(name), request_id=name, keep=keep)
-                assert [one.content for one in fitted.messages] == [*kept[:keep], name]
+                assert [one.content for one in fitted.messages] == [*expected[:keep], name]
                 running[tab] = (name, changes, keep)
             elif step == "commit" and tab in running:
                 name, base, keep = running[tab]
                 await front.commit(assistant("ok"), request_id=name)
                 if base >= 0:
-                    kept = [*(kept[:keep] if base == changes else kept), name, "ok"]
+                    expected = [*(expected[:keep] if base == changes else expected), name, "ok"]
                     changes += 1
                 running[tab] = (name, -1, keep)
             elif step == "delete":
-                if kept:
+                if expected:
                     await front.sessions.delete("local", SESSION)
                 else:
                     with pytest.raises(SessionNotFoundError):
                         await front.sessions.delete("local", SESSION)
-                kept, changes = [], changes + 1
+                expected, changes = [], changes + 1
                 running = {tab: (name, -1, keep) for tab, (name, _, keep) in running.items()}
-            if kept:
-                assert await front.texts() == kept
+            if expected:
+                assert await front.texts() == expected
     finally:
         for front in fronts:
             await front.close()

@@ -16,7 +16,7 @@ def record_of(number: int) -> DeliveryRecord:
     return DeliveryRecord(request_id=f"r{number}", gateway_id="g", tenant="t", source=Source.HTTP)
 
 
-async def test_the_senders_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_senders_survive_a_failing_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     failures = Failures(clock)

@@ -1,4 +1,4 @@
-"""What a client saw of a stream: gaps, stalls, and a count that goes on with who goes on."""
+"""Delivery statistics of a stream: gaps, stalls, and counts that continue at another gateway."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listener(Client):
         """The test takes."""
 
     def drop(self, reason: str) -> None:
-        """Nothing is dropped here."""
+        """Do nothing: these tests drop no client."""
 
 
 class Watched:
@@ -96,7 +96,7 @@ async def test_a_longest_gap_that_is_no_stall() -> None:
 
 
 async def test_a_client_that_is_slow_to_read_saw_a_stall() -> None:
-    """Tokens came in time; what counts is when they were given out."""
+    """The tokens arrived in time, but the time of delivery to the client counts."""
     watched = Watched(ManualClock())
     await watched.give(0.1, 0)
     for number in range(1, 30):
@@ -118,7 +118,7 @@ async def test_what_nobody_takes_was_not_delivered() -> None:
 
 
 async def test_another_gateway_counts_on() -> None:
-    """Their monotonic clocks have nothing in common; the wall clocks agree."""
+    """The gateways' monotonic clocks differ and their wall clocks agree."""
     first = Watched(ManualClock())
     first.start(epoch=0)
     await first.give(0.5, 0)
@@ -189,15 +189,15 @@ async def test_a_wall_clock_that_is_behind_makes_no_negative_times() -> None:
 
 async def test_what_is_kept_is_bounded_in_time_and_number() -> None:
     clock = ManualClock()
-    kept = DeliveryHistory(clock, keep_s=10.0)
-    kept.keep("r", {"r": DeliveryStatistics(received_ns=1)})
-    kept.keep("r", {"r-r1": DeliveryStatistics(received_ns=2)})
-    assert set(kept.of("r")) == {"r", "r-r1"}
+    history = DeliveryHistory(clock, keep_s=10.0)
+    history.keep("r", {"r": DeliveryStatistics(received_ns=1)})
+    history.keep("r", {"r-r1": DeliveryStatistics(received_ns=2)})
+    assert set(history.of("r")) == {"r", "r-r1"}
     await clock.advance(10.5)
-    assert kept.of("r") == {}
+    assert history.of("r") == {}
     for number in range(5_000):
-        kept.keep(f"q{number}", {"": DeliveryStatistics(received_ns=1)})
-    assert len(kept) <= 4_096
-    kept.forget("q4999")
-    assert kept.of("q4999") == {}
-    assert kept.of("q4998")
+        history.keep(f"q{number}", {"": DeliveryStatistics(received_ns=1)})
+    assert len(history) <= 4_096
+    history.forget("q4999")
+    assert history.of("q4999") == {}
+    assert history.of("q4998")

@@ -1,4 +1,4 @@
-"""Which workers a gateway counts."""
+"""Workers that a gateway counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Streams across a partition: what is reached again later than the rest is waited for, and a worker
-behind a link that is down is asked over another server."""
+"""Streams across a network partition.
+
+Services that return later than others are waited for, and a worker behind a dead link is asked over
+another server.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +68,7 @@ def assert_whole(table: Table, stream: OpenStream) -> None:
 async def test_a_result_whose_store_is_reached_after_the_index(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a gateway that was cut off sees it: the index is back at once, and says that the answer is
-    over; the bus is back seconds later."""
+    """Redis, which says that the answer has ended, returns seconds before the bus does."""
 
     async def unreachable(_tenant: str, _request_id: str) -> JobResult | None:
         raise BusUnavailableError("no answer in time")
@@ -169,7 +171,7 @@ async def test_a_worker_whose_heartbeats_come_is_not_sought_elsewhere(
 
 
 async def test_an_answer_that_was_followed_too_late_is_given_up_in_seconds(table: Table) -> None:
-    """Nothing of it was read here: a client came back for what no worker remembers any more."""
+    """A client resumes an answer of which no worker has frames any more."""
     await table.add_worker("w1", None)
     stream = table.streams.take_over(JOB, table.client, None, 0)
     finished_by(table, "w1")

@@ -44,7 +44,7 @@ _END: list[Frame] = [
 
 
 class Listener(Client):
-    """A client that keeps what it was told."""
+    """Client that records its callbacks."""
 
     def __init__(self) -> None:
         super().__init__(limit_bytes=100)
@@ -59,7 +59,7 @@ class Listener(Client):
 
 
 class Table:
-    """A table on a bus in memory, with workers that note what they are asked."""
+    """Stream table on an in-memory bus, with workers that record their messages."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -106,7 +106,7 @@ class Table:
         )
 
     async def advance_with(self, worker_id: str, duration_s: int) -> None:
-        """With a heartbeat each second."""
+        """Advance the clock with one heartbeat of the worker per second."""
         for _ in range(duration_s):
             self.beat(worker_id)
             await self.clock.advance(1)

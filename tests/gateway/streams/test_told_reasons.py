@@ -1,4 +1,4 @@
-"""A worker's record says of an answer what the gateway tells its client of it."""
+"""Finish reasons in a worker's record, against those that the gateway tells its client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recorded(
 @pytest.mark.parametrize("must_call", [False, True])
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("tool_format", ToolFormat)
-def test_of_every_format_and_of_answers_cut_anywhere(
+def test_recorded_reasons_match_every_tool_format_and_every_cut(
     tool_format: ToolFormat, thinks: bool, must_call: bool
 ) -> None:
     sampling = SamplingOptions(reasoning=ReasoningFormat()) if thinks else SamplingOptions()

@@ -1,4 +1,4 @@
-"""Who may come in, with keys and from which pages; and how a gateway leaves."""
+"""Access to a gateway, by key and by the page's origin, and a gateway's shutdown."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_pages_of_others_stay_out(origin: str | None, status: int) -> None
     ],
 )
 async def test_a_page_whose_name_leads_here_reads_nothing(host: str, status: int) -> None:
-    """Browsers send no Origin with what a page reads from the host that it came from."""
+    """Browsers send no Origin when a page reads from its own host."""
     config = GatewayConfig(allowed_origins=("https://app.example",))
     async with (
         running_gateway(config) as front,
@@ -224,8 +224,8 @@ async def test_an_origin_that_is_none(front: RunningGateway, http: httpx.AsyncCl
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = await http.post(path, json=_CHAT, headers={"Origin": "http://["})
-        told = answer.json()
-        assert (told["type"], told["error"]["type"]) == ("error", "permission_error")
+        body = answer.json()
+        assert (body["type"], body["error"]["type"]) == ("error", "permission_error")
 
 
 async def test_a_page_of_this_gateway_may_use_it() -> None:
@@ -247,7 +247,7 @@ async def test_browsers_are_told_beforehand() -> None:
         running_gateway(config) as front,
         httpx.AsyncClient(base_url=front.url, timeout=10) as http,
     ):
-        told = await http.options(
+        preflight = await http.options(
             _PATH,
             headers={
                 "Origin": "https://app.example",
@@ -255,8 +255,8 @@ async def test_browsers_are_told_beforehand() -> None:
                 "Access-Control-Request-Headers": "authorization",
             },
         )
-        assert told.status_code == 204
-        assert told.headers["access-control-allow-headers"] == "authorization"
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-headers"] == "authorization"
 
 
 async def test_sockets_of_one_address_are_bounded() -> None:

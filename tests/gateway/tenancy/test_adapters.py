@@ -1,4 +1,4 @@
-"""LoRA adapters at every door: by their names, to whom they are for, added and removed."""
+"""LoRA adapters at every endpoint: their names, owners, addition and removal."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ async def _over_socket(running: RunningGateway, headers: dict[str, str], model: 
     asked = {"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 3, "model": model}
     async with asyncio.timeout(10), connect(running.ws_url, additional_headers=headers) as socket:
         await socket.send(json.dumps(asked))
-        while (told := json.loads(await socket.recv()))["type"] not in ("done", "error"):
+        while (message := json.loads(await socket.recv()))["type"] not in ("done", "error"):
             pass
-    return str(told.get("code", told["type"]))
+    return str(message.get("code", message["type"]))
 
 
 async def test_a_private_adapter_is_there_for_its_tenant_alone(
@@ -199,7 +199,7 @@ async def test_who_may_add_and_what_is_refused(
     wrong = write_adapter(
         tmp_path / "wrong", ADAPTABLE.__class__(**_fields(ADAPTABLE) | {"hidden_size": 64})
     )
-    for fields, status, told in (
+    for fields, status, message in (
         ({"lora_path": str(tmp_path)}, 400, "adapter_config.json cannot be read"),
         ({"lora_path": "./relative/folder"}, 400, "absolute path"),
         ({"lora_path": str(tmp_path / "nowhere")}, 400, "cannot be found"),
@@ -218,7 +218,7 @@ async def test_who_may_add_and_what_is_refused(
         asked = body | fields
         answer = await http.post("/v1/load_lora_adapter", json=asked, headers=keys.of("ops"))
         assert answer.status_code == status, answer.text
-        assert told in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
     answer = await http.get("/v1/adapters", headers=keys.of("ops"))
     assert answer.json() == {"data": [], "object": "list"}
 

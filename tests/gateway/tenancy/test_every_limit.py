@@ -1,6 +1,6 @@
-"""Every limit that is declared holds, can be set, and is shown: no part of Millrace leaves one out.
+"""Declared limits: each holds, can be set, and is shown by every part of Millrace.
 
-A limit is declared in ``millrace.schemas.tenants``. ``docs/extending.md`` says what else it takes.
+A limit is declared in ``millrace.schemas.tenants``. ``docs/extending.md`` lists the further steps.
 """
 
 from __future__ import annotations

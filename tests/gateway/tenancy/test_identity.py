@@ -1,4 +1,4 @@
-"""Who a caller is taken for, with a real redis-server and without one."""
+"""Identity of a caller, with a real redis-server and without one."""
 
 from __future__ import annotations
 
@@ -177,16 +177,16 @@ async def test_secrets_are_not_kept(store: TenantStore, link: RedisLink) -> None
     secret = token.partition(record.key_id)[2].removeprefix("-")
     assert len(bytes.fromhex(secret)) == 32
     assert record.digest == digest_of(secret)
-    kept: list[bytes] = []
+    values: list[bytes] = []
     for key in await link.call("KEYS", "*"):
         kind = await link.call("TYPE", key)
-        kept.append(
+        values.append(
             str(
                 await link.call(*(("HGETALL",) if kind == b"hash" else ("SMEMBERS",)), key)
             ).encode()
         )
-    assert record.key_id.encode() in b"".join(kept)
-    assert secret.encode() not in b"".join(kept)
+    assert record.key_id.encode() in b"".join(values)
+    assert secret.encode() not in b"".join(values)
 
 
 async def test_a_revoked_key_is_refused_within_seconds(

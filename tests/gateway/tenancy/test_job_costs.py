@@ -28,7 +28,7 @@ def _cost_of(bench: LimitBench, job_id: str, cost: str, currency: str = "USD") -
 async def test_jobs_count_once_whether_or_not_their_gateway_settles(
     bench: LimitBench, end: str, currency: str
 ) -> None:
-    """One of two jobs ends before the gateway settles or dies, the other one after it."""
+    """The first of two jobs ends before the gateway settles or dies, the second one afterwards."""
     await bench.tenant("acme", monthly_budget={"USD": Decimal(9), "EUR": Decimal(9)})
     caller = await bench.caller("acme")
     worker = Settlements(bench.link, bench.clock, redis_time=False)

@@ -168,7 +168,7 @@ async def test_money_of_another_currency_lapses_too(bench: LimitBench) -> None:
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "e1", cost="1", currency="EUR", deadline_s=30)
     await bench.clock.advance(30.0)
-    # Whatever the currency of the next request, what lapsed comes back.
+    # Lapsed money returns with the next request in any currency.
     await reserve(bench.limiter, caller, "u1", cost="1")
     [(_, tenant), _] = await bench.limiter.usage(caller)
     assert tenant.money["EUR"] == (0, 0)

@@ -1,4 +1,4 @@
-"""Random lives of reservations: on a real Redis, in this process, and by what they must not do."""
+"""Random reservations on a real Redis and in this process, against an independent observer."""
 
 from __future__ import annotations
 
@@ -60,15 +60,14 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Reserve:
-    """As many at the same time as there are entries."""
+    """Simultaneous reservations, one per entry."""
 
     requests: list[Wanted]
 
 
 @dataclass(frozen=True)
 class Settle:
-    """The reservation at a place among all that were granted, with shares of what it set aside;
-    None: nothing was served."""
+    """Settlement of a granted reservation, in shares of it. None: nothing was served."""
 
     place: int
     share: int | None
@@ -105,7 +104,7 @@ STEPS = st.lists(
 
 @dataclass
 class Life:
-    """What an observer saw of a granted request. Its share of what it set aside is eighths."""
+    """Observed life of a granted request. ``share``: eighths of its reservation that it used."""
 
     wanted: Wanted
     granted_s: float
@@ -116,7 +115,7 @@ class Life:
 
 @dataclass
 class Observer:
-    """Knows the limits, but not how they are kept."""
+    """Observer that knows the limits, but not their implementation."""
 
     lives: dict[str, Life] = field(default_factory=dict)
 

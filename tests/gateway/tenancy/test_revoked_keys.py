@@ -91,7 +91,7 @@ async def test_a_socket_of_a_revoked_key_ends_at_every_gateway(
         socket(other, good_token) as good,
     ):
         running = {await generate(one), await generate(two)}
-        kept = await generate(good)
+        request_id = await generate(good)
         await store.revoke(record.key_id, 1)
         for connection in (one, two):
             ended = await until(connection, "error")
@@ -101,11 +101,11 @@ async def test_a_socket_of_a_revoked_key_ends_at_every_gateway(
                 await until(connection, "none")
             assert closed.value.rcvd is not None
             assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "key_revoked")
-        # The work ends too, and nobody else's does.
+        # The key's generations end too, and no others do.
         await eventually(lambda: set(front.worker.cancelled) == running, _WAIT_S)
         await good.send('{"type": "ping"}')
         await until(good, "pong")
-        assert kept not in front.worker.cancelled
+        assert request_id not in front.worker.cancelled
 
 
 async def test_a_socket_that_reads_nothing_is_closed_too(
@@ -125,7 +125,7 @@ async def test_a_socket_that_reads_nothing_is_closed_too(
 
 
 class _Unwritable:
-    """A client that reads nothing, whose buffers are full."""
+    """Client with full buffers that reads nothing."""
 
     is_writable = False
     on_writable = None
@@ -138,7 +138,7 @@ async def until_open(front: RunningGateway) -> None:
 async def test_resume_with_a_revoked_key_is_refused_at_once(
     pair: tuple[RunningGateway, RunningGateway], store: TenantStore
 ) -> None:
-    """By a socket that is still open and by one SSE request, at another gateway than the first."""
+    """Resumption at a second gateway is refused on an open socket and on a new SSE request."""
     front, other = pair
     stop_after_one_token(front)
     record, token = await store.create_key("acme", 0)
@@ -197,12 +197,12 @@ async def client(front: RunningGateway, token: str) -> AsyncIterator[httpx.Async
         yield made
 
 
-async def test_while_redis_is_away_nobody_is_parted_with(
+async def test_no_socket_is_closed_while_redis_is_away(
     redis_server: RedisServer,
     pair: tuple[RunningGateway, RunningGateway],
     store: TenantStore,
 ) -> None:
-    """This Redis keeps nothing, so that when it is back there is no such key."""
+    """The server stores nothing on disk, so the key no longer exists after its restart."""
     front, _ = pair
     _, token = await store.create_key("acme", 0)
     async with socket(front, token) as connection:

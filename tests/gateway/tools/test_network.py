@@ -1,4 +1,4 @@
-"""Where the gateway's tools may lead."""
+"""Network addresses that the gateway's tools may reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that the gateway runs: what they get and give, and their bounds."""
+"""Tools that the gateway runs: arguments, results and limits."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ async def test_a_tool_that_there_is_not(tmp_path: Path, server: ToolServer) -> N
         ) as caught:
             running.catalogue.definitions(["weather", "f"])
         assert caught.value.param == "server_tools"
-        (told,) = running.catalogue.definitions(["weather", "weather"])
-        assert (told.name, told.parameters) == ("weather", WEATHER)
+        (definition,) = running.catalogue.definitions(["weather", "weather"])
+        assert (definition.name, definition.parameters) == ("weather", WEATHER)
 
 
 @pytest.mark.parametrize(

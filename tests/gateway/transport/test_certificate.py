@@ -1,4 +1,4 @@
-"""The gateway's own TLS: a certificate that is replaced while streams go on."""
+"""TLS of the gateway: a certificate is replaced while streams run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config_of(pair: Pair) -> GatewayConfig:
 
 
 def replace_files(shown: Pair, new: Pair) -> None:
-    """As certificate managers do: each file is renamed into place."""
+    """Replace files by renaming, as certificate managers do."""
     for old, fresh in zip(shown, new, strict=True):
         fresh.rename(old)
 
@@ -123,7 +123,7 @@ def test_a_pair_that_cannot_be_used_leaves_the_old_one(
 
 
 def _handshake(context: ssl.SSLContext, authority: Authority) -> str:
-    """The name that a client sees of what ``context`` shows; no socket is needed for it."""
+    """Return the certificate's name that a client of ``context`` sees; it needs no socket."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
     client = context_of(authority).wrap_bio(to_client, to_server, server_hostname="localhost")

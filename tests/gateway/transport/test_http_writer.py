@@ -1,4 +1,4 @@
-"""What of a response leaves in one piece."""
+"""Parts of a response that are written in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is one line of JSON stays one line to clients that split lines as Python does."""
+"""Line separators of Unicode in JSON, for clients that split lines as Python does."""
 
 from __future__ import annotations
 

@@ -290,12 +290,12 @@ async def test_a_page_s_origin_and_headers_are_not_told_back_at_any_length() -> 
         httpx.AsyncClient(base_url=front.url) as http,
     ):
         page = {"origin": "https://app.example", "access-control-request-method": "POST"}
-        for names, told in (("x-a, authorization", "x-a, authorization"), (_WORD, "")):
+        for names, shown in (("x-a, authorization", "x-a, authorization"), (_WORD, "")):
             headers = {**page, "access-control-request-headers": names}
             answer = await http.options("/v1/models", headers=headers)
             assert (answer.status_code, answer.headers["access-control-allow-headers"]) == (
                 204,
-                told,
+                shown,
             )
         answer = await http.get("/v1/models", headers={"origin": f"https://{_WORD}"})
         assert answer.status_code == 403

@@ -62,7 +62,7 @@ async def seen(
 
 
 @pytest.mark.parametrize(
-    ("peer", "said", "client"),
+    ("peer", "forwarded", "client"),
     [
         ("127.0.0.1", "203.0.113.7", "203.0.113.7"),
         ("10.1.2.3", "203.0.113.7:55123", "203.0.113.7"),
@@ -74,17 +74,17 @@ async def seen(
         ("127.0.0.1", "1.1.1.1, rubbish, 10.9.9.9", "10.9.9.9"),
         ("127.0.0.1", "unknown", "127.0.0.1"),
         ("127.0.0.1", "10.0.0.1, 10.0.0.2", "10.0.0.1"),
-        # Nobody whom we trust says so.
+        # The sender is no trusted proxy.
         ("203.0.113.9", "198.51.100.1", "203.0.113.9"),
     ],
 )
 async def test_the_address_is_the_last_that_a_trusted_proxy_saw(
-    peer: str, said: str, client: str
+    peer: str, forwarded: str, client: str
 ) -> None:
-    scope = await seen(_TRUSTING, peer, ("X-Forwarded-For", said))
+    scope = await seen(_TRUSTING, peer, ("X-Forwarded-For", forwarded))
     assert scope["client"][0] == client
     assert is_forwarded(scope)
-    split = [("X-Forwarded-For", part) for part in said.split(", ")]
+    split = [("X-Forwarded-For", part) for part in forwarded.split(", ")]
     assert (await seen(_TRUSTING, peer, *split))["client"][0] == client
 
 
@@ -105,7 +105,7 @@ async def test_whatever_a_proxy_adds_shows_that_there_is_one() -> None:
     assert not is_forwarded(await seen(plain, "127.0.0.1", ("Host", "localhost")))
     for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP", "X-Forwarded-Host"):
         assert is_forwarded(await seen(plain, "127.0.0.1", (name, "1.2.3.4"))), name
-    # One that adds nothing is known by its address, if it is named.
+    # A proxy without headers is known by its address, if that is configured.
     assert is_forwarded(await seen(_TRUSTING, "127.0.0.1"))
     assert not is_forwarded(await seen(_TRUSTING, "192.168.0.9"))
 
@@ -133,8 +133,8 @@ async def test_a_proxy_on_this_machine_lets_nobody_in_without_a_key(redis: Redis
         # The page's own key still opens the page's own socket.
         async with _socket(front, from_afar) as socket:
             await socket.send(json.dumps({"type": "generate", "id": "g", "model": "echo"}))
-            said = json.loads(await socket.recv())
-            assert (said["type"], said["code"]) == ("error", "invalid_api_key")
+            message = json.loads(await socket.recv())
+            assert (message["type"], message["code"]) == ("error", "invalid_api_key")
         async with _socket(front, from_afar) as socket:
             await socket.send(json.dumps({"type": "authenticate", "token": "anything"}))
             assert json.loads(await socket.recv())["code"] == "invalid_api_key"
@@ -161,7 +161,7 @@ async def test_sockets_are_counted_by_the_address_that_a_trusted_proxy_saw() -> 
                 async with _socket(front, one):
                     pass
             assert refused.value.response.status_code == 429
-            # Whatever the caller puts before it.
+            # The caller's own entries before the address do not matter.
             with pytest.raises(InvalidStatus):
                 async with _socket(front, {"X-Forwarded-For": "9.9.9.9, 203.0.113.1"}):
                     pass

@@ -111,12 +111,16 @@ async def test_what_a_retry_does_mend(front: RunningGateway, http: httpx.AsyncCl
     await eventually(lambda: bool(front.gateway.fleet.queues()))
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
         answer = await http.post(path, json={"model": MODEL, **DOORS[path]})
-        told = (answer.status_code, answer.headers["retry-after"], answer.headers["x-should-retry"])
-        assert told == (429, "3", "true")
+        hints = (
+            answer.status_code,
+            answer.headers["retry-after"],
+            answer.headers["x-should-retry"],
+        )
+        assert hints == (429, "3", "true")
 
 
 @pytest.mark.parametrize(
-    ("refusal", "told"),
+    ("refusal", "hint"),
     [
         (Refusal(status=503, code="draining", message="", retry_after_s=1.0), True),
         (Refusal(status=429, code="a", message="", retry_after_s=9e5, comes_back=False), False),
@@ -127,7 +131,7 @@ async def test_what_a_retry_does_mend(front: RunningGateway, http: httpx.AsyncCl
         (Refusal(status=500, code="internal_error", message=""), None),
     ],
 )
-def test_the_rule(refusal: Refusal, told: bool | None) -> None:
-    assert refusal.should_retry is told
-    value = {True: b"true", False: b"false", None: None}[told]
+def test_each_refusal_has_its_retry_hint(refusal: Refusal, hint: bool | None) -> None:
+    assert refusal.should_retry is hint
+    value = {True: b"true", False: b"false", None: None}[hint]
     assert dict(refusal.headers).get(b"x-should-retry") == value

@@ -1,4 +1,4 @@
-"""From the queue to a worker: late binding, placement, vetoes, refusals."""
+"""Path of a job from the queue to a worker: late binding, placement, vetoes, refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
     assert not view.runs
 
 
-async def test_only_what_there_is_room_for_and_two_to_choose_from_is_pulled(world: World) -> None:
+async def test_pulls_are_bounded_by_room_and_two_jobs_to_choose_from(world: World) -> None:
     worker = await world.add_worker(num_slots=3)
     for number in range(10):
         await world.client.jobs.publish(job(f"r{number}"))

@@ -1,4 +1,4 @@
-"""A worker lives and its engine has died: what it holds goes on elsewhere, if there is room."""
+"""Worker with a dead engine: its streams continue elsewhere if there is room."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_without_another_worker_all_stay_and_new_jobs_wait(world: World) -
     assert {dispatch.epoch for dispatch in first.history} == {1}
 
 
-async def test_what_nobody_listens_to_stays_with_its_tokens(world: World) -> None:
+async def test_a_job_without_a_listener_stays_with_its_tokens(world: World) -> None:
     first = await world.add_worker("a")
     await world.client.jobs.publish(job("quiet", reply="", store_result=True))
     await world.client.jobs.publish(job("vector", pooling=Pooling.MEAN))
@@ -62,7 +62,7 @@ async def test_what_nobody_listens_to_stays_with_its_tokens(world: World) -> Non
     assert list(first.running) == ["quiet"]
 
 
-async def test_one_that_may_have_killed_two_engines_stays_with_the_second(world: World) -> None:
+async def test_a_suspect_of_two_engine_deaths_stays_with_the_second(world: World) -> None:
     read: dict[str, tuple[int, ...]] = {"bad": (), "good": ()}
     await world.client.control.serve_resume_points(
         "client", lambda name: ResumePoint(token_ids=read[name])

@@ -1,4 +1,4 @@
-"""Streams that move name whose KV cache has their context."""
+"""KV sources of moved streams: dispatches name a worker that has the stream's blocks."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> Non
 
 
 async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
-    """Each takes a fifth of a second to pull, by what the worker says."""
+    """A pull takes a fifth of a second at the worker's reported speed."""
     first = await serving(world, "a", num_slots=16)
     await _run_long(world, first, 4)
     second = await serving(world, "b", num_slots=16)
@@ -167,7 +167,7 @@ async def test_short_ones_leave_at_once(world: World) -> None:
     assert not second.warmed
 
 
-async def test_of_what_nobody_listens_to_the_prompt_is_pulled(world: World) -> None:
+async def test_the_prompt_of_a_job_without_a_listener_is_pulled(world: World) -> None:
     first = await serving(world, "a")
     await world.client.jobs.publish(job("r0", prompt_token_ids=LONG, reply=""))
     await world.until(lambda: "r0" in first.running)

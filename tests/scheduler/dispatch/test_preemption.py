@@ -1,4 +1,4 @@
-"""What has no room holds up no higher tier for which others would make way."""
+"""Preemption: a job without room does not block a higher tier that may preempt others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_lead_is_by_weight_over_where_a_tier_would_begin() -> None:
     assert queue.lead(Tier.ENTERPRISE, over=Tier.FREE) == pytest.approx(1_000.0 / 8 - 100.0 / 4)
 
 
-def test_one_that_was_interrupted_is_passed_over_wherever_it_stands() -> None:
+def test_an_interrupted_job_is_skipped_at_any_position() -> None:
     free, pro = scheduled_job("f", interrupted=True), scheduled_job("p", Tier.PRO, interrupted=True)
     queue = queue_of(free, pro)
     assert queue.head(Tier.FREE) is pro

@@ -38,8 +38,8 @@ async def test_a_tenants_jobs_go_by_priority_and_another_tenant_keeps_its_turns(
     await world.close()
 
 
-async def test_what_is_still_in_the_queue_is_in_the_order_of_its_arrival(world: World) -> None:
-    """Two jobs of a tenant are looked at beside those that are sent."""
+async def test_jobs_in_the_queue_are_pulled_in_order_of_arrival(world: World) -> None:
+    """The scheduler pulls two jobs of a tenant besides the jobs that it sends."""
     worker = await world.add_worker(num_slots=1)
     for number in range(6):
         await world.client.jobs.publish(job(f"r{number}", priority=-number))

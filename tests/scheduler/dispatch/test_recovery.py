@@ -1,4 +1,4 @@
-"""Workers, schedulers and the broker die: every job goes on, none twice."""
+"""Deaths of workers, schedulers and the broker: every job continues, and none runs twice."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """Where roles are switched."""
+    """Yield a world whose scheduler switches roles."""
     world = World(msgspec.structs.replace(CONFIG, switch_roles=True))
     await world.open()
     yield world
@@ -61,7 +61,7 @@ async def test_where_prompts_wait_workers_that_have_time_compute_them(
     await _overload(workers[0])
     await world.until(lambda: _num_changes(workers) == 1)
     await world.pass_s(REST_S - 1.0)
-    assert _num_changes(workers) == 1, "one at a time, whoever asks"
+    assert _num_changes(workers) == 1, "one at a time, from any scheduler"
     await world.until(lambda: _num_changes(workers) == 2)
     await world.pass_s(4 * REST_S)
     assert _num_of(workers, _DECODE) == 1, "one stays for streams"
@@ -100,7 +100,7 @@ async def test_nothing_changes_where_load_is_even_or_switching_is_off(world: Wor
     assert not _num_changes(workers)
 
 
-async def test_one_that_drains_is_not_counted_on(world: World) -> None:
+async def test_a_draining_worker_does_not_count_towards_its_role(world: World) -> None:
     workers = await _fleet(world, 1, 2)
     workers[1].draining = True
     await workers[1].announce()

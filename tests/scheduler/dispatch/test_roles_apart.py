@@ -1,4 +1,4 @@
-"""Long prompts are computed apart, and their streams go on where they decode."""
+"""Separate prefill workers: long prompts are computed there, and streams decode elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _in_role(
 async def _with_roles(
     world: World, pull_tokens_per_s: float = 400_000.0
 ) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """A worker for prompts and one that decodes already, which a long prompt would hold up."""
+    """Add a prefill worker and a busy decode worker, which a long prompt would delay."""
     decoding = await _in_role(world, "d", WorkerRole.DECODE, pull_tokens_per_s)
     await world.client.jobs.publish(job("busy"))
     await world.until(lambda: "busy" in decoding.running)
@@ -84,7 +84,7 @@ async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
 
 
 async def _with_prompt_under_way(world: World) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """Of ``r1`` 160 tokens are computed, and pulled to where it will decode."""
+    """Return a prefill and a decode worker; the latter has pulled 160 computed tokens of ``r1``."""
     prefilling, decoding = await _with_roles(world, SLOW_PULL)
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)
@@ -113,7 +113,7 @@ async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_g
     await world.pass_real(lambda: "r1" in other.running)
 
 
-async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World) -> None:
+async def test_a_stream_waits_at_its_prefill_worker_for_room_to_decode(world: World) -> None:
     prefilling, decoding = await _with_roles(world)
     decoding.rejection = "full"
     decoding.num_slots = 1
@@ -130,7 +130,7 @@ async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World
     await world.pass_real(lambda: "r1" in decoding.running)
 
 
-async def test_it_stays_where_nobody_decodes_or_its_blocks_cannot_be_had(world: World) -> None:
+async def test_a_stream_stays_without_a_decode_worker_or_a_pull(world: World) -> None:
     prefilling, decoding = await _with_roles(world)
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)

@@ -1,4 +1,4 @@
-"""What cannot be sent just now holds up nothing but what it waits for."""
+"""Starvation: a job that cannot be sent blocks only jobs that need the same resource."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_a_job_that_waits_for_one_worker_does_not_keep_others_from_another
 
 
 async def test_a_worker_that_a_long_job_waits_for_is_left_to_it(world: World) -> None:
-    """Small ones that come all the time do not take its blocks away."""
+    """Small jobs that arrive continuously do not take the long job's blocks."""
     worker = await world.add_worker("a", num_slots=8, num_blocks=50)
     other = await world.add_worker("b", num_slots=2, num_blocks=50)
     for number in range(2):
@@ -76,7 +76,7 @@ async def test_a_full_window_of_one_tier_hides_no_job_of_a_higher_one() -> None:
 
 
 async def test_batch_work_that_waits_gives_newcomers_no_claim_on_the_past(world: World) -> None:
-    """A tier that comes is lifted to those that are served, whatever batch work there is."""
+    """A new tier is lifted to the served tiers, with any batch work in the queue."""
     worker = await world.add_worker(num_slots=1)
     for number in range(4):
         await world.client.jobs.publish(job(f"batch-{number}", tenant="b", tier=Tier.BATCH))
@@ -101,7 +101,7 @@ async def test_batch_work_that_waits_gives_newcomers_no_claim_on_the_past(world:
 
 
 async def test_a_restart_of_a_scheduler_changes_nobodys_turn(world: World) -> None:
-    """What waited in it has run nowhere, so no stream was interrupted."""
+    """The waiting jobs have run nowhere, so no stream was interrupted."""
     worker = await world.add_worker(num_slots=1)
     for number in range(9):
         await world.client.jobs.publish(job(f"heavy-{number}", tenant=f"h{number}"))

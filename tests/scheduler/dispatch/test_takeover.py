@@ -53,7 +53,7 @@ async def test_a_silence_before_the_scheduler_came_counts_for_half_of_it(world: 
     await world.until(lambda: "r0" in second.running, within_s=0.9)
 
 
-async def test_nothing_is_taken_from_a_worker_that_is_heard(world: World) -> None:
+async def test_no_lease_is_taken_from_a_live_worker(world: World) -> None:
     worker = await world.add_worker("a")
     await _fill(world, worker, 2)
     await world.kill_scheduler()
@@ -65,7 +65,7 @@ async def test_nothing_is_taken_from_a_worker_that_is_heard(world: World) -> Non
     assert {dispatch.epoch for dispatch in worker.history} == {1}
 
 
-async def test_what_others_took_over_or_answered_is_left_alone(world: World) -> None:
+async def test_leases_of_taken_over_or_answered_jobs_are_left_alone(world: World) -> None:
     worker = await world.add_worker("a")
     await _fill(world, worker, 3)
     await world.kill_scheduler()

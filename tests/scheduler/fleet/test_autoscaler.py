@@ -1,4 +1,4 @@
-"""How many workers are wanted, when, and when no more."""
+"""Desired number of workers, and the time of each change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_queue_that_would_wait_too_long_gets_more_at_once() -> None:
     assert desired(num_workers=2, num_queued=100, per_s=10.0, wait_s=10.0) == 4
 
 
-def test_a_short_wait_is_none_of_its_business() -> None:
+def test_a_short_wait_changes_nothing() -> None:
     assert desired(num_workers=2, num_queued=10, per_s=10.0, wait_s=1.0) == 1
 
 
@@ -69,7 +69,7 @@ def test_warm_workers_come_on_top_of_those_that_work() -> None:
     assert desired(warm, num_held=1_000) == 8  # within the bounds
 
 
-def test_it_goes_up_at_once_and_down_late() -> None:
+def test_scaling_goes_up_at_once_and_down_late() -> None:
     scaler = Autoscaler(CONFIG)
     assert scaler.desired(QUIET._replace(num_workers=1, num_held=30), 0.0) == 4
     assert scaler.desired(QUIET._replace(num_workers=4, num_held=5), 30.0) == 4
@@ -77,7 +77,7 @@ def test_it_goes_up_at_once_and_down_late() -> None:
     assert scaler.desired(QUIET._replace(num_workers=4, num_held=5), 61.0) == 1
 
 
-def test_it_may_go_down_at_once() -> None:
+def test_scaling_down_may_be_immediate() -> None:
     autoscaler = Autoscaler(msgspec.structs.replace(CONFIG, scale_down_after_s=0.0))
     assert autoscaler.desired(QUIET._replace(num_held=40), 0.0) > 1
     assert autoscaler.desired(QUIET, 1.0) == 1
@@ -109,7 +109,7 @@ def test_a_model_that_nobody_asks_for_has_none_and_the_first_job_wakes_it() -> N
         max_size=30,
     )
 )
-def test_it_stays_within_its_bounds(history: list[Signals]) -> None:
+def test_scaling_stays_within_its_bounds(history: list[Signals]) -> None:
     scaler = Autoscaler(CONFIG)
     for number, signals in enumerate(history):
         assert 1 <= scaler.desired(signals, number * 1.0) <= 8

@@ -1,4 +1,4 @@
-"""The pure parts: who lives, cancels, throughput, epochs."""
+"""Fleet state: live workers, cancels, throughput, epochs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_new_life_ends_the_former() -> None:
 
 
 def test_a_former_life_that_is_heard_again_is_used_again() -> None:
-    """Two workers of one name run, whatever they were told."""
+    """Two workers of one name both run, despite the rule for names."""
     fleet = fleet_of(status("w-1"))
     fleet.observe(status("w-2", started_ns=NOW_NS + 1), 0.1, NOW_NS)
     for now_s in (0.6, 1.1, 1.6):

@@ -16,7 +16,7 @@ def told(pairs: list[tuple[int, float]], num_slots: int = 64) -> StepTimes:
     return steps
 
 
-def test_nothing_told_is_zero() -> None:
+def test_without_measurements_a_step_takes_zero() -> None:
     assert StepTimes().at(5) == 0
 
 
@@ -28,7 +28,7 @@ def test_one_batch_says_little_of_others() -> None:
 
 
 @pytest.mark.parametrize(("base_s", "each_s"), [(0.008, 0.000_05), (0.003, 0.000_3)])
-def test_a_line_is_found(base_s: float, each_s: float) -> None:
+def test_a_linear_relation_is_fitted(base_s: float, each_s: float) -> None:
     generator = random.Random(3)
     batches = [generator.randrange(5, 60) for _ in range(200)]
     steps = told([(batch, base_s + each_s * batch) for batch in batches])

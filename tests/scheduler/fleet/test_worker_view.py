@@ -1,4 +1,4 @@
-"""What a worker has room for, by its heartbeats and by what was sent to it since."""
+"""Room of a worker, by its heartbeats and by the jobs sent to it since."""
 
 from __future__ import annotations
 

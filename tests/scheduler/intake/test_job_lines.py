@@ -32,7 +32,7 @@ _NS_PER_S = 1_000_000_000
 
 
 async def open_world(free: LimitSet) -> World:
-    """With the limits of tenants in the tier free."""
+    """Open a world with these limits for tenants of the tier ``free``."""
     world = World(_CONFIG, tiers=TierLimits(free=free))
     await world.open()
     return world
@@ -95,8 +95,8 @@ async def test_what_waits_for_its_tenant_is_told_where_it_stands(two_at_once: Wo
     await world.until(lambda: num_running(worker, "acme") == 2)
     await world.pass_s(1.0)
     await world.pass_s(1.0)
-    told = [one for one in world.frames if isinstance(one[1], Queued)]
-    assert told == [("acme-2", Queued(position=0))], "nobody can say how long"
+    positions = [one for one in world.frames if isinstance(one[1], Queued)]
+    assert positions == [("acme-2", Queued(position=0))], "the wait is unknown"
 
 
 async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: World) -> None:
@@ -244,11 +244,11 @@ async def test_a_missed_end_is_found_by_asking_again(two_at_once: World) -> None
     await world.until(lambda: len(worker.history) == 4, within_s=60.0)
 
 
-# --- the line alone, whatever comes ---
+# --- the line alone, in any order of events ---
 
 
 class Places(JobAdmission):
-    """Admits as many jobs at a time as there are places, and takes a moment to say so."""
+    """Admission with a fixed number of places, which answers after a moment."""
 
     def __init__(self, num_places: int, clock: ManualClock) -> None:
         self.num_free = num_places

@@ -1,4 +1,4 @@
-"""Texts of jobs that take long to read hold up nobody else's."""
+"""Jobs with long texts: their tokenisation does not delay other jobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def held() -> AsyncIterator[tuple[World, HeldModel]]:
 
 
 async def passes(world: World, predicate: Callable[[], bool]) -> None:
-    """Let time go on, the threads' own as well, until something holds."""
+    """Advance virtual and real time until ``predicate`` holds."""
     async with asyncio.timeout(30.0):
         while not predicate():
             await world.clock.advance(0.05)

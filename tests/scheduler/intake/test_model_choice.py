@@ -22,7 +22,7 @@ THERE = ModelState(num_workers=1)
 
 
 class Models:
-    """How they stand, for a test to change."""
+    """States of models, which a test may change."""
 
     def __init__(self) -> None:
         self.states = {"s": THERE, "l": THERE}

@@ -56,7 +56,7 @@ async def test_a_pull_that_failed_says_nothing_of_the_queue(
 
 
 async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World) -> None:
-    """What was thought to be another's is not, once one of it was found."""
+    """A job of the queue proves that the queue's other jobs are not held by another scheduler."""
     scheduler = world.schedulers[0]
     for number in range(10):
         await world.client.jobs.publish(job(f"r{number}"))
@@ -84,7 +84,7 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     view = scheduler.state.fleet.get(worker.worker_id)
     assert view is not None
     await world.until(lambda: not len(scheduler.state.job_table))
-    assert not view.runs, "nobody keeps room for it"
+    assert not view.runs, "no worker keeps room for it"
 
 
 async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world: World) -> None:
@@ -118,15 +118,15 @@ async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would
     for number in range(1_000):
         await world.client.jobs.publish(job(f"r{number}", reply=""), reserved=True)
     await world.until(lambda: world.num_stored < 330)
-    told = [status.num_queued for status in world.statuses]
-    assert any(400 < num_queued < 900 for num_queued in told), "the gateways are told meanwhile"
+    counts = [status.num_queued for status in world.statuses]
+    assert any(400 < num_queued < 900 for num_queued in counts), "the gateways are told meanwhile"
     await world.pass_s(2.0)
     assert world.num_stored >= 300 - 300 // 16 - 64
     await world.close()
 
 
 async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: World) -> None:
-    """What a service publishes by itself waits, and does not count against the queue's bound."""
+    """Jobs that a service publishes itself wait and do not count against the queue's bound."""
     world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
     await world.add_worker(num_slots=1)
     for second in range(8):
@@ -205,7 +205,7 @@ async def test_room_at_any_of_its_models_lets_a_job_without_a_model_go_on() -> N
 
 
 async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
-    """One end in a while says little; the workers say how fast they are."""
+    """A single completion says little about the rate, so the workers' reported speeds count."""
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
     await world.open()
@@ -221,7 +221,7 @@ async def test_a_burst_is_not_refused_for_the_first_short_answer() -> None:
 
 
 async def test_nobody_is_refused_because_a_worker_has_to_start_again() -> None:
-    """What is left of the window's ends tells of the time without a worker."""
+    """The window's remaining completions include the time without a worker."""
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=30_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=64))
     await world.open()

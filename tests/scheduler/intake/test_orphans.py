@@ -31,7 +31,7 @@ def _of_gateway(request_id: str, **changes: object) -> Job:
 
 
 async def test_a_waiting_job_ends_with_its_gateway(orphaning: World) -> None:
-    """Jobs of a live gateway, of services, and those whose results are kept stay in the queue."""
+    """Jobs of a live gateway, of services, and with stored results stay in the queue."""
     world = orphaning
     worker = await world.add_worker(num_slots=1)
     await world.client.jobs.publish(_of_gateway("running"), reserved=True)

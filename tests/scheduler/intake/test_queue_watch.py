@@ -1,4 +1,4 @@
-"""How often a scheduler looks at the queue, and says how it stands."""
+"""Intervals at which a scheduler counts the queue and publishes its status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request id that a service publishes again, past what the server takes for a duplicate."""
+"""Request ids that a service publishes again, after the server's window for duplicates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.scheduler.world import World, job
 
 
 def publish(world: World, repeated: Job, *, reserved: bool = False) -> None:
-    """As a service does that sends no Nats-Msg-Id."""
+    """Publish a job without a Nats-Msg-Id, as some services do."""
     queue = world.client.jobs
     assert isinstance(queue, MemoryJobQueue)
     subject = subjects.job(TenantQueue.of(repeated, reserved=reserved))
@@ -103,7 +103,7 @@ async def test_a_message_id_that_was_used_before(world: World) -> None:
 async def test_permissions_of_an_earlier_version_stop_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheduler that may not hear jobs cannot answer what the server drops, and runs the rest."""
+    """A scheduler without the permission cannot see dropped jobs, and runs all others."""
 
     async def refuse(_queue: MemoryJobQueue) -> Subscription:
         raise BusForbiddenError("jobs.*.*")
@@ -117,7 +117,7 @@ async def test_permissions_of_an_earlier_version_stop_nothing(
 
 
 async def test_the_end_of_a_job_that_no_worker_ends(world: World) -> None:
-    """Its reader had frames of the worker that died, and is told that no more come."""
+    """The reader has frames of the dead worker and receives a terminal frame."""
     deadline_ns = world.clock.now_ns() + 5_000_000_000
     worker = await world.add_worker()
     publish(world, job("r1", deadline_ns=deadline_ns, store_result=True))
@@ -132,7 +132,7 @@ async def test_the_end_of_a_job_that_no_worker_ends(world: World) -> None:
     assert isinstance(others[-1], Expired)
 
 
-async def test_it_waits_until_the_first_runs_and_goes_where_the_first_goes(world: World) -> None:
+async def test_a_repeated_job_waits_for_the_first_and_follows_it(world: World) -> None:
     publish(world, job("r1"))
     publish(world, job("r1", reply="other"))
     others = await listen(world, "other")
@@ -148,7 +148,7 @@ async def test_it_waits_until_the_first_runs_and_goes_where_the_first_goes(world
     assert isinstance(others[0], Done)
 
 
-async def test_its_scheduler_dies(world: World) -> None:
+async def test_a_repeated_job_survives_its_scheduler(world: World) -> None:
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)
@@ -192,7 +192,7 @@ async def test_the_stored_result_is_its_answer(world: World) -> None:
 
 
 async def test_few_may_follow_one_job(world: World) -> None:
-    """A worker keeps four readers of a request: no more are told that they have the answer."""
+    """A worker keeps four readers of a request; further readers are refused."""
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)
@@ -247,8 +247,10 @@ async def test_the_same_listener_gets_what_the_first_sends(world: World) -> None
 
 
 @pytest.mark.parametrize("finished", [True, False])
-async def test_when_the_index_knows_the_first(world: World, finished: bool) -> None:
-    """It was answered, or runs in another scheduler's hands."""
+async def test_a_repeated_job_is_refused_if_the_index_knows_the_first(
+    world: World, finished: bool
+) -> None:
+    """The first job was answered, or it runs at another scheduler."""
     worker = await world.add_worker()
     # With a job before it, so that the queue is known to count its deliveries.
     publish(world, job("r0"))
@@ -267,8 +269,8 @@ async def test_when_the_index_knows_the_first(world: World, finished: bool) -> N
     await world.until(lambda: world.num_stored == 1)
 
 
-async def test_after_the_first_nobody_knows_of(world: World) -> None:
-    """Its entry in the index has expired: it runs."""
+async def test_a_repeated_job_runs_if_the_index_has_expired(world: World) -> None:
+    """The index entry of the first job has expired, so the repeated job runs."""
     worker = await world.add_worker()
     publish(world, job("r1"))
     await world.until(lambda: "r1" in worker.running)

@@ -1,4 +1,4 @@
-"""Where the frames of a service's job may go."""
+"""Permitted reply subjects for the frames of a service's job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ async def routed() -> AsyncIterator[World]:
     await world.close()
 
 
-async def test_nor_in_a_job_that_no_model_can_have(routed: World) -> None:
+async def test_a_job_without_a_possible_model_may_not_name_a_tenants_listener(
+    routed: World,
+) -> None:
     world = routed
     worker = await world.add_worker("s", model="small")
     world.reply_owners.tenants.add("acme")
@@ -73,7 +75,7 @@ async def test_nor_in_a_job_that_no_model_can_have(routed: World) -> None:
         *("reply_forbidden", "duplicate"),
     ]
     assert foreign == []
-    assert "r2" not in world.running_requests.known, "it runs, whoever else has published its id"
+    assert "r2" not in world.running_requests.known, "it runs, though another publisher used its id"
 
 
 async def test_a_bug_in_the_choice_of_a_model_ends_the_job(
@@ -94,7 +96,7 @@ async def test_a_bug_in_the_choice_of_a_model_ends_the_job(
     await world.until(lambda: world.num_stored == 0)
 
 
-async def test_nor_in_a_job_that_is_shed(routed: World) -> None:
+async def test_a_shed_job_may_not_name_a_tenants_listener(routed: World) -> None:
     world = routed
     world.reply_owners.tenants.add("acme")
     own, foreign = await listen(world, "local"), await listen(world, "acme")

@@ -1,4 +1,4 @@
-"""Versions of a model: who gets which, and what a scheduler makes of how they answer."""
+"""Versions of a model: the choice for each job, and a scheduler's measurements of each version."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def _state(world: World) -> Rollout:
 async def _serve(
     world: World, first: int, count: int, *, reserved: bool = False, **fields: object
 ) -> None:
-    """Publish jobs, as gateways do if ``reserved``, and have whoever gets them answer."""
+    """Publish jobs, as gateways do if ``reserved``, and let each job's worker answer."""
     for number in range(first, first + count):
         await world.client.jobs.publish(job(f"r{number}", **fields), reserved=reserved)
     await world.until(lambda: sum(len(worker.history) for worker in world.workers) >= first + count)
@@ -85,7 +85,7 @@ async def test_jobs_are_shared_out_once_the_new_version_has_a_worker(world: Worl
         made = dispatch.job
         assert (made.model, made.model_requested, made.route_reason) == ("m@v2", "m", "version")
     assert len(old.history) + len(new.history) == 50
-    # What was chosen is settled for whoever gets the job after us.
+    # The choice holds for the next scheduler that gets the job.
     assert {model for model, _ in world.running_requests.chosen.values()} == {"m", "m@v2"}
 
 
@@ -258,7 +258,7 @@ async def test_versions_come_and_go_with_the_catalogue(world: World) -> None:
     assert len(old.history) == 3
 
 
-async def test_what_its_callers_are_to_blame_for_does_not_count(world: World) -> None:
+async def test_errors_of_callers_do_not_count_against_a_version(world: World) -> None:
     await _workers(world)
     await _start(world, msgspec.structs.replace(CANARY, interval_s=1e3))
     await world.pass_s(3.0)

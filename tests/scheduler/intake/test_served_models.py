@@ -17,7 +17,7 @@ _ROUTED = Router({"auto": Route(small="m", large="small")})
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """Its scheduler serves whatever the catalogue has."""
+    """Yield a world whose scheduler serves every model of the catalogue."""
     made = World(msgspec.structs.replace(CONFIG, models=()))
     await made.open()
     yield made

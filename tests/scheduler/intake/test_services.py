@@ -1,4 +1,4 @@
-"""What the service of a tenant may ask of a scheduler: to cancel its jobs, and for its results."""
+"""Requests of a tenant's service to a scheduler: to cancel its jobs, and for its results."""
 
 from __future__ import annotations
 

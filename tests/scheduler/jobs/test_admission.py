@@ -72,7 +72,7 @@ async def standing(bench: LimitBench, tenant: str) -> tuple[int, int]:
 async def settle(
     bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: int, currency: str = "USD"
 ) -> bool:
-    """As a worker does at the end."""
+    """Settle the job's reservation, as a worker does at the end."""
     assert job.reservation is not None
     settlements = Settlements(bench.link, bench.clock, redis_time=False)
     return await settlements.settle(
@@ -107,7 +107,7 @@ async def test_a_job_over_a_limit_waits_for_it(bench: LimitBench) -> None:
 
 
 async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench) -> None:
-    """It may cost 19 EUR."""
+    """The job may cost up to 19 EUR."""
     await bench.tenant("acme", monthly_budget={"USD": Decimal(1), "EUR": Decimal(20)})
     await bench.tenant("dollars", monthly_budget=Decimal(1))
     keeper = LimitKeeper(bench.link, TierLimits(), bench.clock, redis_time=False, remembers=True)
@@ -134,15 +134,15 @@ async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench
 async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=3, concurrent_requests=2)
     admission = door_of(bench)
-    told: list[tuple[str, int | None, bool]] = []
+    remaining: list[tuple[str, int | None, bool]] = []
 
     def learn(tenant: str, places: Places) -> None:
-        told.append((tenant, *places))
+        remaining.append((tenant, *places))
 
     jobs = [scheduled_job("acme") for _ in range(3)]
     for job in (*jobs, scheduled_job("local")):
         await admission.admit(job, learn)
-    assert told == [
+    assert remaining == [
         ("acme", 1, True),
         ("acme", 0, True),
         ("acme", 0, False),
@@ -175,7 +175,7 @@ async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: Limit
 
 
 async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> None:
-    """Each has a line of its own, and what ends at one of them lets the other go on."""
+    """Every scheduler has its own queue; a job's end at one scheduler admits a job at another."""
     await bench.tenant("acme", concurrent_requests=2)
     tasks = Tasks()
     lines = [TenantLines(door_of(bench), bench.clock, tasks) for _ in range(2)]
@@ -216,7 +216,7 @@ async def test_the_bound_of_waiting_jobs_is_the_tenants_own(bench: LimitBench) -
     assert await admission.max_waiting_jobs(whose) == [None, None, None]
 
 
-async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
+async def test_a_job_over_its_whole_limit_fails(bench: LimitBench) -> None:
     admission = door_of(bench)
     await bench.tenant("small", tokens_per_minute=18)
     await bench.tenant("poor", monthly_budget=Decimal(18))
@@ -255,7 +255,7 @@ async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) 
 
 
 async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBench) -> None:
-    """Its scheduler died, before its end or between that and the acknowledgement."""
+    """The first scheduler died before the job's end, or between its end and the acknowledgement."""
     await bench.tenant("acme", requests_per_minute=1, concurrent_requests=1)
     first = scheduled_job("acme")
     assert await door_of(bench).admit(first) is None
@@ -270,8 +270,8 @@ async def test_a_job_that_is_delivered_again_takes_nothing_more(bench: LimitBenc
     assert await standing(bench, "acme") == (0, 5)
 
 
-async def test_what_began_goes_on_and_is_charged(bench: LimitBench) -> None:
-    """What was set aside has lapsed, and others have used the limit up since."""
+async def test_a_started_job_continues_over_the_limit_and_is_charged(bench: LimitBench) -> None:
+    """The job's reservation has lapsed, and other jobs have used up the limit since."""
     await bench.tenant("acme", requests_per_minute=1)
     assert await door_of(bench).admit(scheduled_job("acme")) is None
     job = scheduled_job("acme", interrupted=True)
@@ -291,8 +291,8 @@ async def test_what_a_gateway_let_in_is_not_charged_again(bench: LimitBench) -> 
     assert (await standing(bench, "acme"))[0] == 1
 
 
-async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> None:
-    """A job with the id of a request that a gateway let in, or of one that was answered."""
+async def test_a_job_cannot_use_the_reservation_of_another_request(bench: LimitBench) -> None:
+    """The job has the id of an admitted or an answered request."""
     await bench.tenant("acme", requests_per_minute=2)
     await reserve(bench.limiter, Caller(tenant="acme"), "r1")
     same = scheduled_job("acme")
@@ -304,7 +304,7 @@ async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> No
     assert isinstance(await door_of(bench).admit(again), NotYet)
 
 
-async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
+async def test_a_job_without_a_workers_answer_is_not_charged(bench: LimitBench) -> None:
     await bench.tenant("acme", requests_per_minute=1, monthly_budget=Decimal(19))
     job = scheduled_job("acme")
     admission = door_of(bench)

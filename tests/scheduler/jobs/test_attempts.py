@@ -1,4 +1,4 @@
-"""What a job's earlier runs took is known to the next one, and to the record if there is none."""
+"""Device time of earlier attempts, in the next attempt or in the job's record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_killed_worker_s_run_is_a_life_of_unknown_device_time(world: Wor
     assert life.device_us == 0
 
 
-async def test_what_was_given_back_carries_its_device_time(world: World) -> None:
+async def test_a_returned_job_carries_its_device_time(world: World) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
     second.rejection = "full"
     await world.client.jobs.publish(job("r1"))
@@ -61,7 +61,7 @@ async def test_what_was_given_back_carries_its_device_time(world: World) -> None
 
 
 @pytest.mark.parametrize("last_word_after_s", [0.0, 0.01])
-async def test_what_moves_waits_for_the_last_word_of_where_it_ran(
+async def test_a_moved_job_waits_for_the_report_of_its_former_worker(
     world: World, last_word_after_s: float
 ) -> None:
     first, second = await world.add_worker("a"), await world.add_worker("b")
@@ -133,24 +133,24 @@ def test_a_run_that_goes_on_under_another_epoch_is_one_life() -> None:
     attempts.add_sent("a", 20, is_accepted=True)
     assert attempts.earlier("a") == ()
     attempts.add_report(_told(2, 50), "a", 30)
-    told = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
-    assert attempts.earlier("b") == attempts.earlier("a") == (told,)
+    reported = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
+    assert attempts.earlier("b") == attempts.earlier("a") == (reported,)
 
 
 def test_what_attempts_pulled_is_kept_and_added_up() -> None:
     attempts = AttemptHistory()
     for epoch in range(1, MAX_ATTEMPTS_KEPT + 2):
-        told = replace(_told(epoch, 50), pulled_tokens=32, kv_source=f"w-{epoch}")
-        attempts.add_report(told, "a", 30)
-    kept = attempts.earlier()
-    assert [one.pulled_tokens for one in kept] == [64] + [32] * (MAX_ATTEMPTS_KEPT - 1)
-    assert kept[0].kv_source == "w-2"
-    assert sum_pulled(kept) == (32 * (MAX_ATTEMPTS_KEPT + 1), f"w-{MAX_ATTEMPTS_KEPT + 1}")
-    assert sum_pulled((*kept, Attempt(epoch=99, worker_id="b")))[1] == kept[-1].kv_source
+        report = replace(_told(epoch, 50), pulled_tokens=32, kv_source=f"w-{epoch}")
+        attempts.add_report(report, "a", 30)
+    earlier = attempts.earlier()
+    assert [one.pulled_tokens for one in earlier] == [64] + [32] * (MAX_ATTEMPTS_KEPT - 1)
+    assert earlier[0].kv_source == "w-2"
+    assert sum_pulled(earlier) == (32 * (MAX_ATTEMPTS_KEPT + 1), f"w-{MAX_ATTEMPTS_KEPT + 1}")
+    assert sum_pulled((*earlier, Attempt(epoch=99, worker_id="b")))[1] == earlier[-1].kv_source
     assert sum_pulled(()) == (0, "")
 
 
-def test_late_words_find_their_run() -> None:
+def test_a_late_report_is_added_to_its_attempt() -> None:
     attempts = AttemptHistory()
     attempts.epoch = 1
     attempts.add_sent("a", 10, is_accepted=True)
@@ -163,14 +163,14 @@ def test_late_words_find_their_run() -> None:
     assert [life.device_us for life in attempts.earlier()] == [50, 0]
 
 
-def test_there_are_never_too_many_and_no_device_time_is_lost() -> None:
+def test_attempts_are_bounded_without_losing_device_time() -> None:
     attempts = AttemptHistory()
     for number in range(1, 3 * MAX_ATTEMPTS_KEPT):
         attempts.add_report(_told(number, number), f"w{number}", number)
-    kept = attempts.earlier()
-    assert len(kept) == MAX_ATTEMPTS_KEPT
-    assert sum(life.device_us for life in kept) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
-    assert (kept[0].epoch, kept[0].ended_ns) == (1, kept[1].epoch - 1)
+    earlier = attempts.earlier()
+    assert len(earlier) == MAX_ATTEMPTS_KEPT
+    assert sum(life.device_us for life in earlier) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
+    assert (earlier[0].epoch, earlier[0].ended_ns) == (1, earlier[1].epoch - 1)
 
 
 async def test_a_request_that_no_worker_began_has_its_model_s_currency(

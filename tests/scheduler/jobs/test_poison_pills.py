@@ -1,11 +1,11 @@
-"""Which request is blamed for the death of workers."""
+"""Poison pills: the request that is blamed for the death of workers."""
 
 from __future__ import annotations
 
 from millrace.scheduler.jobs.scheduled_job import MAX_FAILURES, PoisonPillDetector, PoisonSuspicion
 
 
-def test_the_only_one_that_did_not_go_on_is_to_blame_at_the_second_death() -> None:
+def test_the_only_job_without_progress_is_blamed_at_the_second_death() -> None:
     bad, good = PoisonSuspicion(), PoisonSuspicion()
     for death in (1, 2):
         detector = PoisonPillDetector([bad, good])
@@ -27,7 +27,7 @@ def test_several_suspects_share_the_blame() -> None:
     assert all(suspect.failures == 1.5 for suspect in suspects)
 
 
-def test_going_on_clears_of_all() -> None:
+def test_progress_clears_a_suspect() -> None:
     one = PoisonSuspicion()
     PoisonPillDetector([one]).report(one, progressed=False)
     assert one.failures == 1

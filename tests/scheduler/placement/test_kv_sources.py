@@ -1,4 +1,4 @@
-"""What a peer has costs a pull, not a prefill."""
+"""KV sources: a prefix that another worker has costs a pull instead of a prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPEEDS: dict[str, Any] = {
 
 
 def serving(worker_id: str, layout: str = "l", **changes: Any) -> WorkerView:
-    """A worker whose blocks others of the layout can pull."""
+    """Return the view of a worker from which others of its layout can pull blocks."""
     endpoint = TransferEndpoint(layout=layout, token="t", socket=worker_id)
     fields = _SIZE | _SPEEDS | {"weights": "x", "transfer": endpoint} | changes
     return view(worker_id, **fields)
@@ -50,14 +50,14 @@ def test_the_holder_of_most_is_the_source_of_those_of_its_kind() -> None:
     assert holders.pull(d, 1_900, 1e-4) is None
 
 
-def test_what_is_computed_sooner_is_not_pulled() -> None:
+def test_tokens_that_are_computed_sooner_are_not_pulled() -> None:
     a, b = serving("a-1"), serving("b-1")
     holders = KvHolders([a, b], {"a-1": 32})
     assert holders.pull(b, 0, 1e-4) is None
     assert holders.pull(b, 0, 1e-3) is not None
 
 
-def test_who_says_no_layout_or_weights_neither_serves_nor_pulls() -> None:
+def test_a_worker_without_layout_or_weights_neither_serves_nor_pulls() -> None:
     plain, nameless = serving("a-1", transfer=None), serving("b-1", weights="")
     down, good = serving("c-1", engine_down=True), serving("d-1")
     assert [one.kv_kind for one in (plain, nameless, down)] == [None] * 3
@@ -74,7 +74,7 @@ def test_affinity_yields_to_load_earlier_where_a_prefix_can_be_pulled() -> None:
     assert chosen([serving("a-1", **busy), serving("b-1")], cached) == "b-1"
 
 
-def test_one_that_has_it_is_chosen_before_one_that_would_pull_it() -> None:
+def test_a_worker_with_the_prefix_is_chosen_before_one_that_would_pull_it() -> None:
     assert chosen([serving("a-1"), serving("b-1")], {"b-1": 1_900}) == "b-1"
 
 
@@ -97,11 +97,11 @@ def test_what_is_being_pulled_is_ahead_of_the_next_until_it_is_seen() -> None:
     assert worker.pending_pull_tokens == 0
 
 
-def test_nobody_knows_how_fast_the_first_pull_will_be() -> None:
+def test_the_speed_of_the_first_pull_is_assumed() -> None:
     assert pull_token_s(serving("a-1", pull_tokens_per_s=0.0), 1e-4) == 1e-5
 
 
-def test_what_is_on_its_way_is_told_and_takes_as_long_as_it_did_of_late() -> None:
+def test_pending_pulls_are_counted_at_the_measured_speed() -> None:
     measured: dict[str, Any] = {"pull_tokens_per_s": 1_000.0}
     for speeds, token_s in (
         (measured, 1e-3),

@@ -82,7 +82,7 @@ def test_waiting_room_is_used_after_free_slots() -> None:
     assert chosen([full, free]) == "b-1"
 
 
-def test_somebody_who_makes_way_is_the_second_choice() -> None:
+def test_a_worker_with_preemptible_streams_is_the_second_choice() -> None:
     size = {"max_num_sequences": 4, **_SPEEDS}
     batch = view("a-1", num_running=4, num_held_by_tier={Tier.BATCH: 4}, **size)
     free = view("b-1", num_running=3, num_held_by_tier={Tier.FREE: 3}, **size)
@@ -122,8 +122,11 @@ def test_the_first_token_is_predicted() -> None:
 
 
 def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> None:
-    """One worker has the prompt that all begin with; the others compute it as soon as that is
-    faster than to stand in line, and from then on have it too."""
+    """All prompts share a prefix that one worker has cached.
+
+    Other workers compute it as soon as that is faster than the wait for the first, and have it from
+    then on.
+    """
     workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(8)]
     cached = {"w0": 2_000}
     counts: Counter[str] = Counter()
@@ -139,7 +142,7 @@ def test_a_prefix_that_everybody_shares_is_copied_to_those_who_are_idle() -> Non
     assert max(counts.values()) - min(counts.values()) <= 24
 
 
-def test_equals_take_turns() -> None:
+def test_equal_workers_take_turns() -> None:
     workers = [*pair(), view("c-1", **_SIZE, **_SPEEDS)]
     order = []
     for number in range(9):
@@ -167,7 +170,7 @@ def test_a_long_prefix_draws_requests_past_an_idle_worker() -> None:
     assert chosen(workers, cached={"a-1": 512}) == "a-1"
 
 
-def test_among_those_at_work_a_short_prefix_counts() -> None:
+def test_a_short_prefix_decides_between_busy_workers() -> None:
     workers = pair()
     for number, worker in enumerate(workers):
         worker.reserve(f"r{number}", ResourceRequest(1, 100))
@@ -185,18 +188,18 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
     assert chosen(workers) == "b-1"
 
 
-def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
-    """Both are equally fast: a step takes 18 ms and 0.1 ms a sequence."""
+def test_a_worker_with_larger_batches_does_not_look_faster() -> None:
+    """The two workers are equally fast: a step takes 18 ms plus 0.1 ms per sequence."""
     equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
 
-    def told(name: str, batch: int) -> WorkerStatus:
+    def heartbeat(name: str, batch: int) -> WorkerStatus:
         measured = {"num_running": batch, "decode_step_ms": 18 + 0.1 * batch}
         return status(name, **equal | measured)
 
-    busy, idle = (WorkerView(told(name, 1), 0.0) for name in ("a-1", "b-1"))
+    busy, idle = (WorkerView(heartbeat(name, 1), 0.0) for name in ("a-1", "b-1"))
     for number, batch in enumerate((10, 20, 30, 40), start=1):
-        busy.observe(told("a-1", batch), float(number))
-        idle.observe(told("b-1", 1), float(number))
+        busy.observe(heartbeat("a-1", batch), float(number))
+        idle.observe(heartbeat("b-1", 1), float(number))
     assert busy.num_held == 40
     assert chosen([busy, idle]) == "b-1"
 
@@ -329,7 +332,7 @@ def test_the_longest_request_that_anybody_holds() -> None:
 def test_equal_workers_get_equally_much(
     num_workers: int, num_prompt_tokens: int, num_new_tokens: int, ends: list[int]
 ) -> None:
-    """The same short prompt again and again, while earlier ones end in whatever order."""
+    """The same short prompt comes repeatedly while earlier requests end in any order."""
     workers = [view(f"w{number}", **_SIZE, **_SPEEDS) for number in range(num_workers)]
     cached: dict[str, int] = {}
     counts = dict.fromkeys([worker.worker_id for worker in workers], 0)

@@ -1,4 +1,4 @@
-"""Which worker has which prefix: the index against a dictionary of sets."""
+"""Prefix index of all workers, against a dictionary of sets."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ TestAgainstSets = AgainstSets.TestCase
         max_size=20,
     ),
 )
-def test_it_is_never_larger_than_it_may_be_and_never_wrong(
+def test_the_index_is_bounded_and_never_wrong(
     max_keys: int, said: list[tuple[str, bool, list[int], list[int]]]
 ) -> None:
     index = PrefixIndex(max_keys)

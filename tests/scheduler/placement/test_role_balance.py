@@ -1,5 +1,7 @@
-"""Workers change roles where one kind of work waits for want of them, one way only while the load
-stays as it is, and never so that nobody is left for a role."""
+"""Role balance: workers change roles where one kind of work waits for workers.
+
+Under a constant load they change in one direction only, and each role keeps a worker.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_nothing_is_needed_where_neither_is_short_or_both_are() -> None:
     assert needed(_LATE, _LATE) is None
 
 
-def test_those_that_are_needed_where_they_are_stay() -> None:
+def test_workers_that_their_role_needs_stay() -> None:
     for busy in (RoleLoad(4, busy=0.6), RoleLoad(4, occupied=0.6)):
         assert needed(_LATE, busy) is None
     assert needed(_LATE, RoleLoad(4, busy=0.5)) == Need(_PREFILL, 1)
@@ -71,9 +73,7 @@ _LOADS = st.builds(
 
 
 @given(_LOADS, _LOADS)
-def test_whoever_gives_workers_is_not_short_of_them_then(
-    prefill: RoleLoad, decode: RoleLoad
-) -> None:
+def test_a_role_that_gives_workers_keeps_enough(prefill: RoleLoad, decode: RoleLoad) -> None:
     need = needed(prefill, decode)
     if need is None:
         return
@@ -92,9 +92,12 @@ def test_whoever_gives_workers_is_not_short_of_them_then(
 
 @dataclass
 class _Fleet:
-    """Workers under a load that stays as it is: every second come prompts of ``prompt_s`` at
-    prefill workers and of ``short_s`` at those that decode, in seconds of one worker each, and
-    streams use ``occupied_workers`` in all. ``work_s`` is what waits of each."""
+    """Workers under a constant load.
+
+    Every second brings prompts of ``prompt_s`` to prefill workers and of ``short_s`` to decode
+    workers, in seconds of one worker each. Streams use ``occupied_workers`` in all. ``work_s`` is
+    the waiting work of each kind.
+    """
 
     num_prefill: int
     num_decode: int
@@ -165,7 +168,7 @@ def test_a_load_that_stays_as_it_is_moves_workers_one_way_and_then_none(
 
 @settings(max_examples=30, deadline=None)
 @given(_COUNTS, _COUNTS, st.floats(0.0, 0.9), st.floats(0.0, 0.7))
-def test_who_has_enough_for_either_changes_nothing(
+def test_a_fleet_with_enough_workers_changes_nothing(
     num_prefill: int, num_decode: int, busy: float, occupied: float
 ) -> None:
     fleet = _Fleet(num_prefill, num_decode, busy * num_prefill, 0.0, occupied * num_decode)
@@ -206,7 +209,7 @@ def test_a_load_that_turns_is_followed_later() -> None:
     assert at_s - last_s >= TURN_S
 
 
-def test_what_another_changed_is_waited_for() -> None:
+def test_a_change_by_another_scheduler_is_waited_for() -> None:
     ahead = [WorkerLoad("p", _PREFILL, 9.0, 0.0)]
     others = [WorkerLoad(f"d{n}", _DECODE, 0.0, 0.0) for n in range(3)]
     balancer = RoleBalancer()
@@ -218,7 +221,7 @@ def test_what_another_changed_is_waited_for() -> None:
     assert change == RoleChange("d0", _PREFILL, _DECODE)
 
 
-def test_those_change_that_lose_least() -> None:
+def test_the_workers_that_lose_least_change() -> None:
     balancer = RoleBalancer()
     ahead = WorkerLoad("p", _PREFILL, 9.0, 0.0)
     streams = {"a": 3, "b": 1, "c": 1}

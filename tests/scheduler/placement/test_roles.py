@@ -1,5 +1,4 @@
-"""Prompts that would hold up others go to workers that are for them; all else to those that
-decode."""
+"""Roles in placement: prompts that would delay streams go to prefill workers, others to decode."""
 
 from __future__ import annotations
 
@@ -29,21 +28,21 @@ _BOTH = _worker("b", WorkerRole.BOTH)
 _ALL = [_PREFILL, _DECODE, _BOTH]
 
 
-def test_a_long_prompt_goes_to_those_that_are_for_prompts() -> None:
+def test_a_long_prompt_goes_to_a_prefill_worker() -> None:
     assert _names(placement.for_new(_ALL, _LONG, {})) == ["p"]
 
 
-def test_a_short_or_cached_one_goes_to_those_that_decode() -> None:
+def test_a_short_or_cached_prompt_goes_to_a_decode_worker() -> None:
     assert _names(placement.for_new(_ALL, _SHORT, {})) == ["d"]
     assert _names(placement.for_new(_ALL, _LONG, {"d": 7_950})) == ["d"]
 
 
-def test_a_long_one_holds_up_nobody_where_nobody_decodes() -> None:
+def test_a_long_prompt_may_go_to_an_idle_decode_worker() -> None:
     idle = _worker("i", WorkerRole.DECODE, num_running=0)
     assert _names(placement.for_new([_PREFILL, _DECODE, idle], _LONG, {})) == ["d", "i"]
 
 
-def test_one_that_cannot_be_pulled_is_computed_where_it_decodes() -> None:
+def test_a_prompt_that_cannot_be_pulled_is_computed_by_its_decode_worker() -> None:
     alone = _worker("d", WorkerRole.DECODE, transfer=None)
     assert _names(placement.for_new([_PREFILL, alone], _LONG, {})) == ["d"]
 
@@ -56,7 +55,7 @@ def test_roles_are_preferences() -> None:
     assert _names(placement.for_running([_PREFILL], _SHORT)) == ["p"]
 
 
-def test_a_stream_goes_on_at_those_that_decode() -> None:
+def test_a_stream_continues_at_a_decode_worker() -> None:
     assert _names(placement.for_running(_ALL, _LONG)) == ["d"]
     assert _names(placement.for_running([_PREFILL, _BOTH], _LONG)) == ["b"]
     assert _names(placement.decoders(_ALL)) == ["d", "b"]

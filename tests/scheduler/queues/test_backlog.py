@@ -1,4 +1,4 @@
-"""What a scheduler believes of the tenant queues of a model."""
+"""Backlog: a scheduler's estimate of the tenant queues of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is sent next: tiers by weight, batch last, tenants by service, deadlines within a tenant."""
+"""Fair queue: tiers by weight, batch last, tenants by service, deadlines within a tenant."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_within_a_tenant_priority_goes_before_deadline_and_length() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(-9, 9)), max_size=60)
 )
 def test_no_tenant_gets_more_or_sooner_for_a_priority(jobs: list[tuple[str, int, int]]) -> None:
-    """Whose turn it is, job by job, is what it would be without."""
+    """The order of tenants is the same with and without priorities."""
 
     def tenants_in_turn(*, with_priority: bool) -> list[str]:
         # All jobs of a tenant are of a size, so that its turns cost the same in any order.
@@ -139,7 +139,7 @@ def test_the_shortest_may_go_first_but_waiting_counts() -> None:
     assert sent == [short, long, late_short]
 
 
-def test_who_was_interrupted_goes_first_but_no_batch_before_the_others() -> None:
+def test_interrupted_jobs_go_first_but_batch_stays_last() -> None:
     new, old = scheduled_job(), scheduled_job(interrupted=True)
     new_batch, old_batch = (
         scheduled_job(tier=Tier.BATCH),

@@ -1,4 +1,4 @@
-"""Nobody starves anybody: many tenants and tiers through a whole scheduler."""
+"""Fairness among many tenants and tiers through a whole scheduler."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_higher_tier_is_sent_to_a_worker_that_is_full_of_batch_work(worl
     assert [d.job.tier for d in worker.history] == [Tier.BATCH, Tier.BATCH, Tier.ENTERPRISE]
 
 
-async def test_those_who_wait_are_told_where_they_stand(world: World) -> None:
+async def test_waiting_jobs_are_told_their_position(world: World) -> None:
     worker = await world.add_worker(num_slots=1)
     for number in range(3):
         await world.client.jobs.publish(job(f"r{number}"))
@@ -90,7 +90,7 @@ async def test_those_who_wait_are_told_where_they_stand(world: World) -> None:
     assert positions == sorted(positions, reverse=True)
 
 
-async def test_what_would_come_too_late_for_its_tier_is_refused() -> None:
+async def test_a_job_too_late_for_its_tier_is_refused() -> None:
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     world = World(msgspec.structs.replace(CONFIG, tiers=tiers))
     await world.open()
@@ -175,7 +175,7 @@ async def test_streams_leave_a_drained_worker_as_another_has_time_for_them(world
     assert not first.running
 
 
-async def test_what_a_worker_gives_back_goes_on_elsewhere_at_once(world: World) -> None:
+async def test_a_job_that_a_worker_returns_continues_elsewhere_at_once(world: World) -> None:
     first = await world.add_worker("a")
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in first.running)

@@ -1,4 +1,4 @@
-"""When a job will start: who is before it, here and in the queue, and how long they take."""
+"""Forecast of a job's start: jobs before it, here and in the queue, and their durations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _HARD = "Prove that the wheel turns, step by step."
 
 
 def forecast(**waiting: tuple[Tier, int, float]) -> Forecast:
-    """Of tenants with so many jobs in the queue, who send so many more in a second, on a worker of
-    one slot on which a job takes a second."""
+    """Forecast for one worker with one slot, where a job takes one second.
+
+    ``waiting`` gives each tenant's tier, number of queued jobs and new jobs per second.
+    """
     queue = FairQueue(SchedulerConfig())
     found: dict[Tenant, Waiting] = {}
     for name, (tier, count, per_s) in waiting.items():
@@ -41,14 +43,14 @@ def forecast(**waiting: tuple[Tier, int, float]) -> Forecast:
 
 
 def wait_s(found: Forecast, tier: Tier, tenant: str) -> float:
-    """Until a job of a tenant would start that came now."""
+    """Return the wait in seconds of a new job of the tenant."""
     return found.tenants_s.get(Tenant(tier, tenant), found.tiers_s[tier])
 
 
 def test_a_tenant_waits_for_all_that_it_has_in_the_queue() -> None:
     found = forecast(busy=(Tier.FREE, 12, 0.0))
     assert wait_s(found, Tier.FREE, "busy") == pytest.approx(12.0)
-    assert wait_s(found, Tier.FREE, "new") == pytest.approx(1.0), "after one that is level"
+    assert wait_s(found, Tier.FREE, "new") == pytest.approx(1.0), "after a tenant level with it"
 
 
 def test_tenants_take_turns_so_the_shorter_backlog_is_over_sooner() -> None:
@@ -65,8 +67,8 @@ def test_tiers_share_by_weight() -> None:
     assert wait_s(found, Tier.PRO, "p") == pytest.approx(0.0)
 
 
-def test_those_who_come_meanwhile_get_their_share() -> None:
-    """One of two seconds is theirs, as they ask for more than that."""
+def test_tenants_that_arrive_meanwhile_get_their_share() -> None:
+    """The other tenant gets every second turn because it asks for more than half."""
     alone = forecast(long=(Tier.FREE, 20, 0.0))
     beside = forecast(long=(Tier.FREE, 20, 0.0), other=(Tier.FREE, 0, 3.0))
     little = forecast(long=(Tier.FREE, 20, 0.0), other=(Tier.FREE, 0, 0.25))
@@ -111,8 +113,10 @@ def test_arrivals_are_counted_over_a_while_and_forgotten() -> None:
 
 
 async def busy_worker(world: World, model: str = "m", tenant: str = "busy") -> ScriptedWorker:
-    """One slot, 20 ms a token, and 40 jobs of 100 tokens of one tenant, most of them in the queue
-    still."""
+    """Add a busy worker with one slot and 20 ms per token.
+
+    One tenant sends it 40 jobs of 100 tokens; most of them wait in the queue.
+    """
     worker = await world.add_worker(model, num_slots=1, model=model)
     worker.decode_step_ms = 20.0
     await worker.announce()
@@ -129,19 +133,19 @@ async def busy_worker(world: World, model: str = "m", tenant: str = "busy") -> S
 
 
 def last_status(world: World, model: str = "m") -> QueueStatus:
-    return [told for told in world.statuses if told.model == model][-1]
+    return [status for status in world.statuses if status.model == model][-1]
 
 
 async def test_a_tenant_with_a_backlog_is_told_what_it_means_for_its_next_job(
     world: World,
 ) -> None:
     await busy_worker(world)
-    told = last_status(world)
+    status = last_status(world)
     here = [one for one in world.frames if isinstance(one[1], Queued)]
     assert len(here) <= 4, "the others are in the queue"
-    assert told.tenant_ttft_ms[Tier.FREE]["busy"] == pytest.approx(80_000, rel=0.3)
-    assert told.ttft_ms_of(Tier.FREE, "busy") == told.tenant_ttft_ms[Tier.FREE]["busy"]
-    other_ms = told.ttft_ms_of(Tier.FREE, "other")
+    assert status.tenant_ttft_ms[Tier.FREE]["busy"] == pytest.approx(80_000, rel=0.3)
+    assert status.ttft_ms_of(Tier.FREE, "busy") == status.tenant_ttft_ms[Tier.FREE]["busy"]
+    other_ms = status.ttft_ms_of(Tier.FREE, "other")
     assert other_ms is not None
     assert other_ms < 8_000
 
@@ -175,7 +179,7 @@ async def test_a_hard_question_goes_where_it_will_be_answered_in_time() -> None:
     await world.close()
 
 
-async def test_what_waits_longer_than_its_bound_is_refused_with_when_to_come_back() -> None:
+async def test_a_job_over_its_wait_bound_is_refused_with_a_retry_time() -> None:
     tiers = TierPolicies(free=TierPolicy(weight=1.0, ttft_bound_ms=5_000.0, shed=True))
     config = msgspec.structs.replace(CONFIG, tiers=tiers, window_jobs_per_tenant=8)
     world = World(config)

@@ -1,4 +1,4 @@
-"""How long answers are expected to be."""
+"""Expected output lengths."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def send_all(jobs: TenantJobs) -> list[ScheduledJob]:
 @settings(max_examples=200)
 @given(st.lists(_STEPS, max_size=80))
 def test_the_head_is_of_the_least_priority_or_due(steps: list[object]) -> None:
-    """Against the rule in words, whatever comes, goes, or does not fit meanwhile."""
+    """The queue matches a plain list while jobs come, go, or do not fit."""
     jobs = TenantJobs()
     here: list[ScheduledJob] = []
     passed: list[ScheduledJob] = []
@@ -85,7 +85,7 @@ def test_the_head_is_of_the_least_priority_or_due(steps: list[object]) -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.data())
-def test_none_waits_for_more_than_its_share(priorities: list[int], data: st.DataObject) -> None:
+def test_no_job_waits_longer_than_its_share(priorities: list[int], data: st.DataObject) -> None:
     """However many of a lower priority come, one of every four that are sent is the first."""
     waiting = [scheduled_job(priority=priority) for priority in priorities]
     jobs = jobs_of(*waiting)
@@ -100,7 +100,7 @@ def test_none_waits_for_more_than_its_share(priorities: list[int], data: st.Data
         assert sent.index(one) < (MAX_OVERTAKING + 1) * place
 
 
-def test_those_of_a_lower_priority_go_first() -> None:
+def test_jobs_with_a_lower_priority_value_go_first() -> None:
     late, early, usual, urgent = (
         scheduled_job(priority=priority) for priority in (5, 5, 0, -(2**63))
     )
@@ -108,12 +108,12 @@ def test_those_of_a_lower_priority_go_first() -> None:
 
 
 @pytest.mark.parametrize("priority", [-7, 0, 7])
-def test_of_one_priority_the_most_urgent_goes_first(priority: int) -> None:
+def test_among_equal_priorities_the_most_urgent_job_goes_first(priority: int) -> None:
     made = [scheduled_job(priority=priority, deadline_ns=ns) for ns in (5, 3, 9, 1, 3)]
     assert send_all(jobs_of(*made)) == sorted(made, key=urgency_of)
 
 
-def test_every_fourth_is_the_one_that_came_first() -> None:
+def test_every_fourth_job_sent_is_the_oldest() -> None:
     old = [scheduled_job(priority=1) for _ in range(2)]
     new = [scheduled_job(priority=0) for _ in range(8)]
     sent = send_all(jobs_of(*old, *new))

@@ -40,7 +40,7 @@ def test_when_nobody_wanted_it_goes_on_where_the_last_one_stopped() -> None:
     assert tokens.counter("b") == 300
 
 
-def test_too_much_charged_comes_back() -> None:
+def test_an_overcharge_is_refunded() -> None:
     tokens: VirtualTokens[str] = VirtualTokens()
     tokens.begin("a")
     tokens.charge("a", 100)
@@ -50,8 +50,8 @@ def test_too_much_charged_comes_back() -> None:
     assert tokens.counter("a") == 50
 
 
-def test_what_comes_back_of_the_time_before_a_pause_is_no_claim() -> None:
-    """Who was lifted meanwhile has nothing of what was charged too much."""
+def test_a_refund_from_before_a_pause_is_no_claim() -> None:
+    """A tenant lifted meanwhile gets no refund of an earlier overcharge."""
     tokens: VirtualTokens[str] = VirtualTokens()
     tokens.begin("a")
     tokens.begin("b")
@@ -81,8 +81,8 @@ def test_members_who_want_nothing_are_forgotten_in_turn() -> None:
     costs=st.lists(st.floats(1, 100), min_size=30, max_size=80),
     num_members=st.integers(2, 6),
 )
-def test_those_who_always_want_stay_within_the_bound(costs: list[float], num_members: int) -> None:
-    """Serving the least served first, nobody is ahead by more than the largest single cost."""
+def test_backlogged_members_stay_within_the_bound(costs: list[float], num_members: int) -> None:
+    """No member is ahead by more than the largest single cost if the least served goes first."""
     tokens: VirtualTokens[int] = VirtualTokens()
     for member in range(num_members):
         tokens.begin(member)
@@ -99,7 +99,7 @@ _OPERATIONS = st.lists(
 
 
 @given(_OPERATIONS)
-def test_the_least_is_the_least(operations: list[tuple[str, int, int]]) -> None:
+def test_lazy_min_returns_the_minimum(operations: list[tuple[str, int, int]]) -> None:
     lazy: LazyMin[int] = LazyMin()
     plain: dict[int, tuple[int, int]] = {}
     for number, (name, key, value) in enumerate(operations):

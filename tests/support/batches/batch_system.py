@@ -57,7 +57,7 @@ def on_nats(url: str) -> Connect:
 
 
 class BatchGateway:
-    """A gateway with its own connections, a client of it, and what tests ask of batches."""
+    """Gateway with its own connections and a client, for tests of batches."""
 
     def __init__(self, gateway: Gateway, server: Server, client: openai.AsyncOpenAI) -> None:
         self.gateway = gateway
@@ -69,7 +69,7 @@ class BatchGateway:
         assert self.gateway.redis is not None
         await self.gateway.redis.close()
         await self.gateway.bus.close()
-        # Whatever it still holds in memory must not reach anybody.
+        # Its batches in memory must not reach any client.
         for running in self.server._batches._runs.values():
             running.task.cancel()
 

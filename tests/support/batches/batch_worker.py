@@ -105,7 +105,7 @@ def result_of(
     usage: Usage | None = None,
     beams: tuple[BeamResult, ...] = (),
 ) -> JobResult:
-    """What is stored of a job."""
+    """Make the stored result of a job."""
     return JobResult(
         request_id=job.request_id,
         tenant=job.tenant,

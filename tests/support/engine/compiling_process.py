@@ -1,4 +1,4 @@
-"""A process that has imported what compiles kernels, and does each run in a fork of itself."""
+"""Process that has imported the kernel compilers and forks itself for each run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ROOT = Path(__file__).parents[3]
 
 
 class CompilingProcess:
-    """Its runs may do whatever a process does only once, such as to be taken for one with a GPU."""
+    """Process that forks itself for each run: a run may pretend to have a GPU, for example."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
         self._folder = folder
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """As ``python`` with these arguments: ``-m`` and a module, or a script."""
+        """Run ``python`` with these arguments: ``-m`` and a module, or a script."""
         texts = [str(argument) for argument in arguments]
         files = [str(self._folder / name) for name in ("stdout", "stderr")]
         assert self._process.stdin is not None
@@ -38,10 +38,12 @@ class CompilingProcess:
 
 @contextmanager
 def compiling_process(folder: Path, compiled: Path) -> Iterator[CompilingProcess]:
-    """One with files of its own in ``folder``, that keeps in ``compiled`` what Triton compiled, so
-    that no run compiles what another has: Triton finds it by a hash of the source of a kernel, of
-    what it calls, of the options and of the compiler. What is counted are launches of another
-    variant, which are the same with and without it."""
+    """Start a process with its files in ``folder`` and Triton's cache in ``compiled``.
+
+    No run compiles a kernel that another run has compiled: Triton finds it by a hash of the source
+    of the kernel and of the functions that it calls, of the options and of the compiler. Tests
+    count launches of other variants, which are the same with and without the cache.
+    """
     environment = os.environ | {"TRITON_CACHE_DIR": str(compiled), "PYTHONPATH": str(_ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Small GGUF files that say what a test wants them to say."""
+"""Small GGUF files with metadata chosen by a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METADATA: Mapping[str, Any] = {
     "tokenizer.ggml.bos_token_id": 0,
     "tokenizer.ggml.eos_token_id": 1,
 }
-"""Of a model whose architecture nobody knows, with one token a character and one more."""
+"""Fields of a model with an unknown architecture and one token per character plus one."""
 
 
 def write_metadata(

@@ -17,10 +17,10 @@ BUCKET = "blocks"
 
 
 class S3Server:
-    """It has one bucket, and forgets all when it ends."""
+    """S3 server with one bucket, which loses all objects when it ends."""
 
     def __init__(self, niceness: int = 0) -> None:
-        """With a ``niceness`` it leaves the cores to others, as one that is afar would."""
+        """Start a server; ``niceness`` leaves the cores to others, as a remote server would."""
 
         def prepare() -> None:
             die_with_parent()
@@ -63,7 +63,7 @@ class S3Server:
 
 
 def s3_environment(url: str) -> dict[str, str]:
-    """What the environment of those says that use a server at ``url``."""
+    """Return the environment variables of a client of the server at ``url``."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "test",

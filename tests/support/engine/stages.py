@@ -20,7 +20,7 @@ _ENDS_WITHIN_S = 15.0
 
 
 class Stages:
-    """A running ``millrace stages``, whose ranks have a thread each. ``log`` is where it writes."""
+    """Running ``millrace stages``, whose ranks have one thread each. ``log``: its log file."""
 
     _MODULE: tuple[str, ...] = ("millrace", "stages")
 
@@ -34,7 +34,7 @@ class Stages:
         return self._process.pid
 
     def ranks(self) -> list[psutil.Process]:
-        """Those that it computes now, in the order in which they were started."""
+        """Return the processes of the current ranks in start order."""
         try:
             return children_by_age(self.pid)
         except psutil.NoSuchProcess:
@@ -46,7 +46,7 @@ class Stages:
         return self.wait()
 
     def wait(self) -> int:
-        """Until it has ended by itself; it is killed if it does not."""
+        """Wait until the process has ended by itself, and kill it if it does not."""
         try:
             return self._process.wait(_ENDS_WITHIN_S)
         finally:

@@ -14,7 +14,7 @@ from tests.support.engine.warm_processes import Server, WarmProcess
 
 @cache
 def _server() -> Server:
-    """One server for all tests of this process. It ends when its socket is closed, with us."""
+    """Return the one server of this process's tests; it ends when our end of its socket closes."""
     return Server()
 
 

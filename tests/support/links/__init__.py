@@ -1,1 +1,1 @@
-"""Links that fail: relays that fall silent, hosts whose link is down, connects that break."""
+"""Failing links: silent relays, hosts whose link is down, connects that break."""

@@ -19,7 +19,7 @@ each_broken = pytest.mark.parametrize("broken", BROKEN, ids=lambda error: type(e
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
-    """In the place of a function, or of a coroutine function, that connects."""
+    """Return a function that raises ``error``, to replace a function that connects."""
 
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error

@@ -20,7 +20,7 @@ _NOWHERE = "02:00:00:00:00:99"
 
 
 class NoNetworkError(Exception):
-    """Namespaces cannot be made here, which takes root and ``ip``; the message says what failed."""
+    """Namespaces cannot be made here: that takes root and ``ip``. The message names the failure."""
 
 
 class Network:
@@ -71,11 +71,11 @@ class Network:
         return process
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """The link of a host; while it is down, what is sent over it is lost without a word."""
+        """Set the link of a host; while it is down, its packets are lost silently."""
         _ip("link", "set", self._port(host), "up" if up else "down")
 
     def part(self, one: int, other: int) -> None:
-        """Have what two hosts send each other be lost, without a word, until ``join``."""
+        """Drop the packets between two hosts silently until ``join``."""
         for at, to in ((one, other), (other, one)):
             arguments = (self.address(to), "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
             _ip("-n", self._name(at), "neighbour", "replace", *arguments)
@@ -113,7 +113,7 @@ class Network:
 
 @contextlib.contextmanager
 def made_network(num_hosts: int) -> Iterator[Network]:
-    """For a test, which is skipped where no network can be made."""
+    """Make a network for a test, which is skipped where no network can be made."""
     with contextlib.ExitStack() as stack:
         try:
             network = stack.enter_context(Network(num_hosts))
@@ -133,6 +133,6 @@ def _ip(*arguments: str) -> None:
 
 
 def _try_ip(*arguments: str) -> None:
-    """What is not there any more is no error."""
+    """Run ``ip`` and ignore its failure: the object may be gone already."""
     with contextlib.suppress(NoNetworkError):
         _ip(*arguments)

@@ -1,4 +1,4 @@
-"""A relay between clients and a server on the loopback interface whose far end can fall silent."""
+"""Relay between clients and a server on loopback whose far end can fall silent."""
 
 from __future__ import annotations
 

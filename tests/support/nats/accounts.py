@@ -21,7 +21,7 @@ class Keys(NamedTuple):
 
 
 def make_keys(prefix: int = nkeys.PREFIX_BYTE_USER) -> Keys:
-    """New keys of a user, or of what ``prefix`` says."""
+    """Make keys of a user, or of the kind ``prefix``."""
     seed = nkeys.encode_seed(os.urandom(32), prefix)
     return Keys(seed.decode(), nkeys.from_seed(bytearray(seed)).public_key.decode())
 

@@ -1,4 +1,4 @@
-"""A nats-server whose users may do what deploy/nats says, and no more."""
+"""NATS server whose users have the permissions of deploy/nats."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ SHOP = accounts.TenantService("shop", (Tier.PRO,))
 
 
 class NatsWithUsers(NatsServer):
-    """Its file is that of ``python -m millrace.bus.nats.accounts``, with passwords in its
-    environment."""
+    """NATS server with the accounts of ``python -m millrace.bus.nats.accounts``.
+
+    The users' passwords are in its environment.
+    """
 
     def __init__(self, directory: Path, services: tuple[accounts.TenantService, ...]) -> None:
         super().__init__(directory, "include ./accounts.conf")

@@ -1,4 +1,4 @@
-"""Who gets through the store's door, and what a statement that got through can touch."""
+"""Access to the store's HTTP interface, and the limits of permitted statements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Trap:
-    """A listener that counts who comes."""
+    """Listener that counts connections."""
 
     def __init__(self, server: socketserver.TCPServer) -> None:
         self.port = server.server_address[1]
@@ -74,7 +74,7 @@ def trap() -> Iterator[Trap]:
 async def test_a_name_and_a_password_are_demanded(
     client: httpx.AsyncClient, user: str, key: str, status: int
 ) -> None:
-    """In each of the forms in which clients of ClickHouse send them."""
+    """Credentials are required in each form in which ClickHouse's clients send them."""
     headers = {b"X-ClickHouse-User": user.encode(), b"X-ClickHouse-Key": key.encode()}
     by_header = await client.post("/", content="SELECT 1", headers=headers)
     named = {name: value for name, value in (("user", user), ("password", key)) if value}
@@ -106,7 +106,7 @@ def test_without_a_password_nothing_is_served(store: Store) -> None:
 async def test_a_page_whose_name_leads_here_reads_nothing(
     client: httpx.AsyncClient, path: str
 ) -> None:
-    """Not even with the password, and whatever it asks for."""
+    """The page is refused with the password too, for every path."""
     for host, status in (
         ("evil.example", 403),
         ("evil.example:8123", 403),
@@ -133,7 +133,7 @@ async def test_no_page_of_a_browser_may_ask(client: httpx.AsyncClient, origin: s
 async def test_nothing_reaches_out_of_the_database(
     client: httpx.AsyncClient, store: Store, tmp_path: Path, trap: Trap
 ) -> None:
-    """No file is read or written, no address is asked, nothing is changed, whatever is sent."""
+    """No statement reads or writes a file, connects to an address or changes data."""
     file, out = tmp_path / "secret.txt", tmp_path / "out"
     file.write_text(f"{SECRET}\n")
     before = await store.rows("SHOW TABLES")
@@ -208,7 +208,7 @@ async def test_a_name_in_a_parameter_is_a_table(client: httpx.AsyncClient) -> No
 async def test_the_engine_itself_refuses_sources_without_any_look_at_the_statement(
     store: Store, store_path: Path, tmp_path: Path, trap: Trap
 ) -> None:
-    """On the connection that writes, too, where no statement is looked at: by the grants."""
+    """The grants forbid sources on the writing connection too, whose statements are not checked."""
     file = tmp_path / "secret.txt"
     file.write_text(SECRET)
     connection = connect(str(store_path), "millrace")
@@ -235,7 +235,7 @@ async def test_the_engine_itself_refuses_sources_without_any_look_at_the_stateme
 
 
 async def test_an_engine_that_was_open_before_is_not_served(tmp_path: Path) -> None:
-    """Its user is the one that it started with, who may read everything."""
+    """The engine keeps the user that opened it, who may read everything."""
     script = (
         "import sys, chdb\n"
         "from millrace.telemetry.store.embedded_engine import connect\n"

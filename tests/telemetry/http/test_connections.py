@@ -1,4 +1,4 @@
-"""The bounds of what one connection holds."""
+"""Limits of the memory that one connection holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AUTH = (CONFIG.username, CONFIG.password)
 async def test_a_client_that_does_not_read_its_answer_is_closed(
     store: Store, store_path: Path, monkeypatch: pytest.MonkeyPatch, sql: str
 ) -> None:
-    """Behind the time limit of its query, and of an answer of which only the last bytes wait."""
+    """The connection closes after the query's time limit, also if only the last bytes wait."""
     monkeypatch.setattr(protocol, "_SEND_INTERVAL_S", 0.1)
     monkeypatch.setattr(reading_embedded, "_GRACE_S", 0.1)
     limits = ReadLimits(max_queries=1, max_queries_waiting=0, max_query_s=1)
@@ -101,8 +101,7 @@ async def sending(
 async def test_bodies_that_are_not_whole_hold_a_bounded_memory(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, body: bytes, more: str
 ) -> None:
-    """The first that finds no room is refused, and not read on; short statements have room; all
-    of it comes back when the clients leave."""
+    """The first body without room is refused unread; short statements fit; leaving frees all."""
     monkeypatch.setattr(bodies, "_MAX_BYTES_OF_USER", 500_000)
     held = [await sending(server, body, more) for _ in range(4)]
     async with asyncio.timeout(10):

@@ -101,7 +101,7 @@ async def test_tables_have_any_input_format_and_types_alone(client: Client) -> N
 
 
 async def test_the_statement_and_all_arguments_may_be_parts_of_the_form(store: Store) -> None:
-    """As curl -F and clickhouse-connect's form_encode_query_params send them."""
+    """The clients curl -F and clickhouse-connect's form_encode_query_params send such forms."""
     assert isinstance(store.reader, StreamingReader)
     transport = httpx.ASGITransport(HttpInterface(store.reader, CONFIG))
     async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:

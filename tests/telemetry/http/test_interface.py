@@ -101,7 +101,7 @@ async def test_show_answers(client: httpx.AsyncClient, sql: str, line: str) -> N
     assert line in answer.text.splitlines()
 
 
-async def test_a_format_is_no_function(client: httpx.AsyncClient) -> None:
+async def test_a_format_cannot_be_called_as_a_function(client: httpx.AsyncClient) -> None:
     settings = "SETTINGS max_threads = 1"
     for sql in ("SELECT 1 AS a FORMAT ArrowStream", f"SELECT 1 FORMAT ArrowStream {settings}"):
         answer = await client.post("/", content=sql)

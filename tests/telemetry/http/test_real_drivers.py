@@ -65,7 +65,7 @@ async def said(folder: Path, command: Sequence[str]) -> list[str]:
 
 
 async def columns_of(store: Store, table: str) -> int:
-    """How many columns ``SELECT *`` has."""
+    """Count the columns of ``SELECT *``."""
     described = await store.rows(f"DESCRIBE TABLE {table}")
     return sum(default != "ALIAS" for _, _, default, *_ in described)
 

@@ -244,9 +244,9 @@ async def test_an_error_in_mid_answer_ends_it_in_a_block_and_cuts_it_off(
     assert mark
     message, end, behind = block.partition(b" " + tag + b"\r\n__exception__\r\n")
     assert (bool(end), behind) == (True, b"")
-    told, _, size = message.rpartition(b"\n")
-    assert told.startswith(b"Code: 395. DB::Exception: Value passed to 'throwIf'")
-    assert int(size) == len(told) + 1
+    count, _, size = message.rpartition(b"\n")
+    assert count.startswith(b"Code: 395. DB::Exception: Value passed to 'throwIf'")
+    assert int(size) == len(count) + 1
     assert "without completing" not in caplog.text
     server.stop()
     await task
@@ -276,5 +276,5 @@ async def test_sql_comes_in_blocks(client: httpx.AsyncClient) -> None:
         (12, b"\0" * 16 + struct.pack("<BII", 0x82, 9, 1 << 30)),
     ):
         answer = await client.post("/?decompress=1", headers=_BASIC, content=sent)
-        told = answer.headers["x-clickhouse-exception-code"]
-        assert (answer.status_code, told) == (400, str(number)), answer.text
+        code = answer.headers["x-clickhouse-exception-code"]
+        assert (answer.status_code, code) == (400, str(number)), answer.text

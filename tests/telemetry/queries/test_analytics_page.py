@@ -29,7 +29,7 @@ _INTERNAL = {"outbox_ledger", "schema_migrations"}
 
 
 async def test_tables_are_kept_for_as_long_as_it_says(store: Store) -> None:
-    said = {
+    documented = {
         name: int(days.replace(",", "")) if days else None
         for name, days in re.findall(
             r"^\| `(\w+)` \|.*\| (?:([\d,]+) days|for ever) \|$", PAGE, re.MULTILINE
@@ -39,10 +39,12 @@ async def test_tables_are_kept_for_as_long_as_it_says(store: Store) -> None:
         "SELECT name, extract(create_table_query, 'TTL .*toIntervalDay\\\\((\\\\d+)\\\\)') "
         "FROM system.tables WHERE database = currentDatabase() AND engine != 'View'"
     )
-    kept = {str(name): int(days) if days else None for name, days in rows if name not in _INTERNAL}
+    actual = {
+        str(name): int(days) if days else None for name, days in rows if name not in _INTERNAL
+    }
     # The view of both has the rows of both for as long.
-    assert kept["generation_rows"] == kept["requests"]
-    assert kept == said
+    assert actual["generation_rows"] == actual["requests"]
+    assert actual == documented
 
 
 async def test_its_statements_run(store: Store) -> None:

@@ -20,7 +20,7 @@ _PANELS = list(targets("grafana-clickhouse-datasource"))
 
 
 async def _fill(store: Store) -> tuple[int, int]:
-    """Some minutes of traffic that ended a while ago; the range that it is in."""
+    """Store ten minutes of past traffic, and return its begin and end in Unix seconds."""
     end_s = int(time.time()) // 60 * 60 - 120
     begin_s = end_s - 600
     at_ns = [(begin_s + 1 + 9 * n) * 10**9 for n in range(60)]
@@ -37,7 +37,7 @@ async def _fill(store: Store) -> tuple[int, int]:
 
 
 def _request(number: int, done_ns: int) -> RequestRecord:
-    """One in ten failed after it had been moved."""
+    """Make a request; one in ten failed after a move to another worker."""
     record = request_record(number, done_ns=done_ns)
     if number % 10:
         return record

@@ -1,4 +1,4 @@
-"""The page "What did it cost?": every statement on it runs, and answers what the page says."""
+"""Page "What did it cost?": every statement runs and answers the page's figures."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def samples() -> Iterator[WorkerSample]:
 
 
 async def fill(store: Store) -> None:
-    """Each row twice: nothing on the page may notice."""
+    """Store each row twice, which must not change the page."""
     requests = [request(*row) for row in REQUESTS]
     moved = Attempt(
         epoch=1, worker_id="worker-2", started_ns=DONE_NS - _NS_PER_S, device_us=120_000
@@ -133,7 +133,7 @@ async def fill(store: Store) -> None:
 
 
 def statement(kind: str, text: str) -> tuple[str, dict[str, str | int | float]] | None:
-    """What a block asks of the store, and with which parameters; None if it asks nothing."""
+    """Return the SQL and the parameters of a block, or None if it queries nothing."""
     if kind == "sql":
         return text, {}
     words = shlex.split(text)
@@ -165,7 +165,7 @@ async def test_every_statement_answers_what_the_page_says(store: Store) -> None:
 
 
 @pytest.mark.parametrize("command", [text for kind, text in blocks() if kind == "sh"])
-def test_every_command_is_one(command: str) -> None:
+def test_every_command_of_the_page_parses(command: str) -> None:
     for line in command.strip().splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "millrace"

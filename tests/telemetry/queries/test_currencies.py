@@ -66,7 +66,7 @@ EXAMPLES = [
 
 
 def book(currency: str, factor: int) -> PriceBook:
-    """Prices of a currency; those in EUR are ``factor`` times as high."""
+    """Make prices of a currency; prices in EUR are ``factor`` times as high."""
     by = factor if currency == "EUR" else 1
     return PriceBook(
         version=f"2026-11 {currency}",
@@ -142,7 +142,7 @@ async def fill(store: Store, factor: int, now_ns: int) -> None:
 
 
 def check(first: list[dict[str, Any]], second: list[dict[str, Any]], what: str) -> bool:
-    """Whether there is money in the rows, of which none may depend on that of another currency."""
+    """Check that amounts of one currency ignore the other; return whether the rows have amounts."""
     parts = [
         ([row for row in rows if row.get("currency") == "EUR"], rows) for rows in (first, second)
     ]

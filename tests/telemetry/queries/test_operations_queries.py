@@ -1,4 +1,4 @@
-"""What operators ask: alerts and objectives, refusals, and what clients wait for beside TTFT."""
+"""Queries for operators: alerts, objectives, refusals, and waits of clients besides TTFT."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_alerts_hold_since_they_began(store: Store) -> None:
     assert failing["since_s"] == pytest.approx(now_s - 9 * 60, abs=121)
     shedding = found["MillraceShedding", "demo"]
     assert (shedding["value"], shedding["is_over"], shedding["since_s"]) == (0, 0, None)
-    # What is over again after a break counts from then on.
+    # A condition that holds again after a break counts from then on.
     await keep(store, [request("again", 3_000, status=Status.FAILED)])
     again = (await conditions(store))["MillraceGenerationsFail", "demo"]
     assert again["since_s"] == failing["since_s"]

@@ -226,7 +226,7 @@ async def test_cost_by_model_is_exact(filled: Store) -> None:
     ]
 
 
-async def test_what_one_may_filter_by(filled: Store) -> None:
+async def test_filters_list_models_and_tenants_with_requests(filled: Store) -> None:
     rows = await ask(filled, "tenants_models")
     assert [(row["kind"], row["name"], row["requests"]) for row in rows] == [
         ("model", "small", 5),
@@ -236,7 +236,7 @@ async def test_what_one_may_filter_by(filled: Store) -> None:
     ]
 
 
-async def test_what_went_wrong(filled: Store) -> None:
+async def test_interruptions_are_counted_by_step(filled: Store) -> None:
     rows = await ask(filled, "interruptions")
     assert [unix_s(row["t"]) - BEGIN_S for row in rows] == [60, 120]
     assert (rows[0]["shed"], rows[0]["failed"], rows[0]["moves"]) == (1, 1, 0)
@@ -277,7 +277,7 @@ async def test_recent_requests_by_status_and_id(filled: Store) -> None:
 async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     rows = await ask(filled, "request_timeline", id="moved")
     begun_us = (BEGIN_S + 128) * 1_000_000
-    told = [
+    timeline = [
         (
             row["event"],
             round(1e6 * unix_s(row["at"])) - begun_us,
@@ -287,7 +287,7 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
         )
         for row in rows
     ]
-    assert told == [
+    assert timeline == [
         ("received", 0, 0, "", 0),
         ("started", 30_000, 64, "w-0", 0),
         ("interrupted", 60_000, 64, "w-0", 30_000),
@@ -307,7 +307,7 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
 
 
 async def test_a_request_of_several_generations(store: Store) -> None:
-    """Its details are of all of them together; they and its timeline tell them apart."""
+    """The details sum all generations; they and the timeline list each generation too."""
     first = request("several", 10)
     parts = [
         msgspec.structs.replace(first, parent_id="several"),

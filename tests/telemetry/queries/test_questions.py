@@ -344,7 +344,7 @@ _WANTED: tuple[Callable[[], set[tuple[Any, ...]]], ...] = (
 
 
 async def _fill(store: Store) -> None:
-    """Each row twice: no answer may notice."""
+    """Store each row twice, which must not change an answer."""
     entries = {
         name: ModelEntry(name=name, source=f"/models/{name}", prices=prices)
         for name, prices in PRICES.items()

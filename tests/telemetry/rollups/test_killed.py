@@ -1,4 +1,4 @@
-"""kill -9 between insert and count: what was not counted is found at the next start."""
+"""Kill between insert and count: the next start counts the uncounted rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage by the minute: equal to the requests that are stored, whatever happened in between."""
+"""Usage by the minute: equal to the stored requests after crashes, moves and late rows."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ async def check_equal(store: Store) -> None:
 
 async def test_what_is_touched_is_counted_and_counted_again_the_same(store: Store) -> None:
     records = [request_record(n, done_ns=(FIRST_S + 7 * n) * 10**9) for n in range(100)]
-    kept = rollups(store)
+    rollup = rollups(store)
     for first in (0, 50):
         some = records[first : first + 50]
         await insert(store, some, first + 1, f"{first}")
-        kept.touched(record.done_ns for record in some)
-        await kept.settle()
+        rollup.touched(record.done_ns for record in some)
+        await rollup.settle()
         await check_equal(store)
     await insert(store, records, 1, "replayed")
-    kept.touched(record.done_ns for record in records)
-    await kept.settle()
+    rollup.touched(record.done_ns for record in records)
+    await rollup.settle()
     await check_equal(store)
-    assert await kept.reconcile() == 0
+    assert await rollup.reconcile() == 0
 
 
 async def test_a_record_that_replaces_one_of_another_minute_moves_it(store: Store) -> None:
@@ -76,32 +76,32 @@ async def test_a_record_that_replaces_one_of_another_minute_moves_it(store: Stor
     later = msgspec.structs.replace(
         first, done_ns=first.done_ns + 600 * 10**9, user="other", cost=Decimal(7), epoch=2
     )
-    kept = rollups(store)
+    rollup = rollups(store)
     await insert(store, [first], 1, "first")
-    await kept.reconcile()
+    await rollup.reconcile()
     await insert(store, [later], 2, "later")
-    kept.touched([first.done_ns, later.done_ns])
-    await kept.settle()
+    rollup.touched([first.done_ns, later.done_ns])
+    await rollup.settle()
     await check_equal(store)
     assert await store.rows("SELECT sum(requests), sum(cost) FROM usage_by_minute FINAL") == [
         (1, Decimal(7))
     ]
     await store.command("TRUNCATE TABLE usage_by_minute")
     await insert(store, [first], 1, "first again")
-    assert await kept.reconcile() == 1
+    assert await rollup.reconcile() == 1
     await check_equal(store)
 
 
 async def test_a_minute_that_nobody_touched_for_what_left_it_is_found(store: Store) -> None:
     first = REQUEST_ROWS[0]
-    kept = rollups(store)
+    rollup = rollups(store)
     await insert(store, [first], 1, "first")
-    await kept.reconcile()
+    await rollup.reconcile()
     later = msgspec.structs.replace(first, done_ns=first.done_ns + 600 * 10**9)
     await insert(store, [later], 2, "later")
-    kept.touched([later.done_ns])
-    await kept.settle()
-    assert await kept.reconcile(days=3) == 1
+    rollup.touched([later.done_ns])
+    await rollup.settle()
+    assert await rollup.reconcile(days=3) == 1
     await check_equal(store)
 
 
@@ -114,9 +114,9 @@ async def test_a_row_that_comes_after_its_time_leaves_what_was_counted(store: St
     late = msgspec.structs.replace(record, request_id="late", prompt_tokens=1, cached_tokens=0)
     await insert(store, [late], 2, "late")
     clock = ManualClock(record.done_ns + 399 * 24 * 3_600 * 10**9)
-    kept = Rollups(store, clock, 1.0)
-    kept.touched([late.done_ns])
-    await kept.settle()
+    rollup = Rollups(store, clock, 1.0)
+    rollup.touched([late.done_ns])
+    await rollup.settle()
     assert await store.rows(BY_MINUTE) == counted
 
 
@@ -157,12 +157,12 @@ async def test_many_minutes_over_many_days(store: Store) -> None:
         request_record(n, done_ns=(FIRST_S - 20 * 86_400 + 3_000 * n) * 10**9) for n in range(600)
     ]
     await insert(store, records, 1, "all")
-    kept = rollups(store)
-    kept.touched(record.done_ns for record in records)
-    await kept.settle()
-    assert kept.num_computed == 600
+    rollup = rollups(store)
+    rollup.touched(record.done_ns for record in records)
+    await rollup.settle()
+    assert rollup.num_computed == 600
     await check_equal(store)
-    assert await kept.reconcile() == 0
+    assert await rollup.reconcile() == 0
 
 
 async def test_workers_minutes_follow_the_samples(store: Store) -> None:
@@ -177,8 +177,10 @@ async def test_workers_minutes_follow_the_samples(store: Store) -> None:
 
 
 async def test_a_step_that_is_longer_than_a_period_makes_no_idle_time(store: Store) -> None:
-    """It is told of when it is over: the period before it looks idle, and it seems longer than its
-    own."""
+    """A step is reported at its end.
+
+    The period before looks idle, and the step seems longer than its own period.
+    """
     busy_us = (600_000, 1_400_000, 0, 1_900_000)
     samples = [
         msgspec.structs.replace(
@@ -205,7 +207,7 @@ async def test_samples_of_this_hour_are_counted_without_being_told(store: Store)
 
 
 class AwayStore:
-    """A store that is unreachable as often as it is told to be."""
+    """Store that is unreachable for a given number of calls."""
 
     def __init__(self, store: Store, num_failures: int) -> None:
         self._store = store
@@ -224,36 +226,36 @@ class AwayStore:
 async def test_what_could_not_be_counted_is_not_forgotten(store: Store) -> None:
     away: Any = AwayStore(store, num_failures=1)
     await insert(store, REQUEST_ROWS, 1, "all")
-    kept = Rollups(away, SystemClock(), 1.0)
-    kept.touched(record.done_ns for record in REQUEST_ROWS)
+    rollup = Rollups(away, SystemClock(), 1.0)
+    rollup.touched(record.done_ns for record in REQUEST_ROWS)
     with pytest.raises(StoreUnavailableError):
-        await kept.settle()
-    await kept.settle()
+        await rollup.settle()
+    await rollup.settle()
     await check_equal(store)
 
 
 def test_the_longer_a_round_takes_the_longer_it_rests(store: Store) -> None:
-    kept = rollups(store, interval_s=2.0)
-    assert kept.rest_s(0.01) == 2.0
-    assert kept.rest_s(0.1) == pytest.approx(4.9)
-    assert kept.rest_s(1.0) == 10.0
-    assert kept.rest_s(60.0) == 180.0
+    rollup = rollups(store, interval_s=2.0)
+    assert rollup.rest_s(0.01) == 2.0
+    assert rollup.rest_s(0.1) == pytest.approx(4.9)
+    assert rollup.rest_s(1.0) == 10.0
+    assert rollup.rest_s(60.0) == 180.0
 
 
 async def test_it_runs_by_its_interval_and_counts_once_more_when_told_to_stop(
     store: Store,
 ) -> None:
     clock = ManualClock()
-    kept = Rollups(store, clock, interval_s=2.0)
-    task = asyncio.create_task(kept.run())
+    rollup = Rollups(store, clock, interval_s=2.0)
+    task = asyncio.create_task(rollup.run())
     await eventually(lambda: clock.num_sleepers == 1)
     await insert(store, REQUEST_ROWS[:2], 1, "first")
-    kept.touched(record.done_ns for record in REQUEST_ROWS[:2])
+    rollup.touched(record.done_ns for record in REQUEST_ROWS[:2])
     await clock.advance(2.0)
-    await eventually(lambda: clock.num_sleepers == 1 and kept.num_computed == 2)
-    assert kept.age_s == 0.0
+    await eventually(lambda: clock.num_sleepers == 1 and rollup.num_computed == 2)
+    assert rollup.age_s == 0.0
     await insert(store, REQUEST_ROWS[2:], 3, "rest")
-    kept.touched(record.done_ns for record in REQUEST_ROWS[2:])
-    kept.stop()
+    rollup.touched(record.done_ns for record in REQUEST_ROWS[2:])
+    rollup.stop()
     await task
     await check_equal(store)

@@ -37,7 +37,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
 
 
 def config_of(broker: KafkaBroker) -> KafkaConfig:
-    """One group for all tests: each begins behind what the one before it consumed."""
+    """Return a config with one consumer group for all tests: each begins after the previous one."""
     return KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
 
 
@@ -97,7 +97,7 @@ async def test_a_broker_that_is_killed_and_comes_back(store: Store, broker: Kafk
 async def test_a_broker_that_is_killed_in_the_middle_of_a_batch(
     store: Store, broker: KafkaBroker
 ) -> None:
-    """The rows land while there is nobody to commit to; they are read again, and merge."""
+    """The rows land while the broker is down; they are read again, and merge."""
     bus = MemoryBus(MemoryBroker())
     slow = MoodyStore.over(store)
     slow.gate = asyncio.Event()
@@ -113,8 +113,11 @@ async def test_a_broker_that_is_killed_in_the_middle_of_a_batch(
 
 
 async def test_a_rebalance_in_the_middle_of_a_batch(store: Store, broker: KafkaBroker) -> None:
-    """One member cannot store what it has in hand; another joins, gets part of its partitions and
-    reads the same again. Later the first one's store is back: what both store merges."""
+    """Two members read the same records during a rebalance, and their rows merge.
+
+    The first member cannot store its batch. A second member joins, gets some of its partitions and
+    reads the same records. Later the first member's store is back.
+    """
     bus = MemoryBus(MemoryBroker())
     kafka = config_of(broker)
     stuck = MoodyStore.over(store)

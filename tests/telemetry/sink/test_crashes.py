@@ -87,7 +87,7 @@ async def test_killed_again_and_again(
 async def test_telemetry_and_kafka_die_together(
     bus: NatsBus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
-    """The embedded Kafka comes back empty, at another address; what it held is replayed."""
+    """The embedded Kafka returns empty at another address, and the bridge replays its records."""
     # The sink is kept waiting, so that what dies is in Kafka, acknowledged, and nowhere else.
     process = TelemetryProcess(tmp_path, nats_server.url, KafkaConfig(), batch_interval_s=5.0)
     for life in range(1, 3):
@@ -111,7 +111,7 @@ async def test_telemetry_and_kafka_die_together(
 
 
 async def outbox_is_acknowledged(nats_server: NatsServer) -> None:
-    """Wait until the bridge has told the outbox of all that it sent."""
+    """Wait until the bridge has acknowledged all sent records to the outbox."""
     client = await nats.connect(nats_server.url)
 
     async def done() -> bool:

@@ -97,10 +97,10 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
         pass
 
 
-async def refused(config: KafkaConfig, kind: type[MillraceError], *said: str) -> None:
+async def refused(config: KafkaConfig, kind: type[MillraceError], *messages: str) -> None:
     with pytest.raises(kind) as raised:
         await ensure_topics(config)
-    for word in said:
+    for word in messages:
         assert word in raised.value.message, raised.value.message
     assert not config.password or config.password not in raised.value.message
 

@@ -1,4 +1,4 @@
-"""Requests of several generations: one row of theirs, whatever their records' order."""
+"""Requests of several generations: one row per request for any order of their records."""
 
 from __future__ import annotations
 
@@ -150,8 +150,10 @@ async def test_how_a_request_of_several_ended(
 
 
 async def test_a_line_that_was_shed_and_queued_again_is_one_request(store: Store) -> None:
-    """It ended as its last attempt did; it was received with the first, in another minute, and
-    the record of that comes last."""
+    """The request ends as its last attempt did and was received with the first.
+
+    The first attempt was received in another minute, and its record comes last.
+    """
     minute_ns = 60 * 10**9
     first = part(
         0,

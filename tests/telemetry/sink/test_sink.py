@@ -87,7 +87,7 @@ async def test_batches_grow_while_much_waits(store: Store, embedded_kafka: Kafka
 async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    """Its own words for it, found with an insert or two for each halving."""
+    """The dead letter has ClickHouse's error, found by inserting halves of the batch."""
     moody = MoodyStore.over(store)
     await store.command("ALTER TABLE requests ADD CONSTRAINT test_rule CHECK user != 'bad'")
     bus = MemoryBus(MemoryBroker())
@@ -113,7 +113,7 @@ async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
     assert moody.num_inserts <= 2 * 13 + 1 + 2 * num_batches
 
 
-def test_sparse_batches_rest_by_what_they_took() -> None:
+def test_the_rest_after_a_sparse_batch_follows_its_duration() -> None:
     assert sparse_rest_s(0.0, 0.5) == 0.0
     assert sparse_rest_s(0.02, 0.5) == pytest.approx(0.98)
     assert sparse_rest_s(1.0, 0.5) == pytest.approx(1.0)
@@ -123,10 +123,10 @@ def test_sparse_batches_rest_by_what_they_took() -> None:
 async def test_who_is_told_of_the_minutes_that_changed(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def on_stored(done_ns: Iterable[int]) -> None:
-        told.extend(done_ns)
+        reported.extend(done_ns)
 
     bus = MemoryBus(MemoryBroker())
     sink = Sink(
@@ -143,10 +143,10 @@ async def test_who_is_told_of_the_minutes_that_changed(
             await bus.outbox.publish(request_record(number, done_ns=NOW_NS + number))
             await bus.outbox.publish(delivery_record(number))
         await reached(service, 20)
-        await eventually(lambda: len(told) >= 10)
+        await eventually(lambda: len(reported) >= 10)
         sink.stop()
         await task
-    assert sorted(told) == [NOW_NS + number for number in range(10)]
+    assert sorted(reported) == [NOW_NS + number for number in range(10)]
 
 
 async def test_a_transcript_that_is_no_row_leaves_no_word_outside_its_topic(
@@ -220,7 +220,7 @@ async def test_a_handover_waits_for_the_batch_in_hand() -> None:
 
 
 async def test_a_group_that_fails_to_share_is_not_waited_for_for_ever() -> None:
-    """What went wrong is told to those who read."""
+    """A failed rebalance stops counting as pending within 60 s."""
     clock = ManualClock()
     rebalance = RebalanceListener(clock)
     seen = []

@@ -46,7 +46,7 @@ async def publish(bus: Bus, first: int, last: int) -> None:
 
 
 async def shown(port: int, path: str) -> str:
-    """What a process shows on its metrics port, whatever the status; empty if it does not."""
+    """Return the body at a path of a metrics port for any status; empty if there is no answer."""
 
     def get() -> str:
         try:
@@ -150,7 +150,7 @@ async def test_records_that_did_not_get_into_the_outbox_are_counted_as_waiting(
         metrics = TelemetryMetrics(service)
         for num_ending in (73, 0):
 
-            async def told(num_ending: int = num_ending) -> bool:
+            async def is_reported(num_ending: int = num_ending) -> bool:
                 status = WorkerStatus(
                     worker_id="w", name="w", model="m", max_num_sequences=8, num_ending=num_ending
                 )
@@ -158,4 +158,4 @@ async def test_records_that_did_not_get_into_the_outbox_are_counted_as_waiting(
                 scraped = scrape_of(metrics)
                 return waiting in scraped.sample_names and scraped.value(waiting) == num_ending
 
-            await eventually(told)
+            await eventually(is_reported)

@@ -1,4 +1,4 @@
-"""All rows inserted twice and merged never: everybody who asks counts each once."""
+"""Rows inserted twice and never merged: every query counts each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of other versions than this one: rows of what they say."""
+"""Records of earlier and later versions, as rows of their known fields."""
 
 from __future__ import annotations
 

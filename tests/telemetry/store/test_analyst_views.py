@@ -1,4 +1,4 @@
-"""The database ``analysts``: which statements change its views, and what a view may read."""
+"""Database ``analysts``: permitted statements about views, and the tables that views may read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FULL = (CONFIG.username, CONFIG.password)
 _ANALYST = (CONFIG.analyst_username, CONFIG.analyst_password)
 
 
-class Door:
+class Endpoint:
     """The HTTP interface, as a full user and as an analyst."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -61,39 +61,41 @@ class Door:
 
 
 @pytest_asyncio.fixture
-async def door(store: Store) -> AsyncIterator[Door]:
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
     records = [request_record(number) for number in range(10)]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, range(10)), "a")
     transport = httpx.ASGITransport(HttpInterface(store.reader, CONFIG, store.views))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
-        made = Door(client)
+        made = Endpoint(client)
         yield made
         for name in await made.views():
             await made.change(f"DROP VIEW analysts.{name}")
 
 
-async def test_a_view_is_made_read_replaced_renamed_exchanged_and_dropped(door: Door) -> None:
-    await door.change("CREATE DATABASE IF NOT EXISTS analysts")
-    await door.change("CREATE VIEW analysts.named AS SELECT format('{}!', 'a') AS a")
-    assert await door.column("SELECT a FROM analysts.named") == ["a!"]
-    await door.change("DROP VIEW analysts.named")
-    await door.change("CREATE VIEW analysts.ten AS SELECT count() AS n FROM requests_once")
-    assert await door.column("SELECT n FROM analysts.ten") == [10]
-    await door.change("CREATE OR REPLACE VIEW analysts.ten AS SELECT 20 AS n")
-    await door.change("create view if not exists analysts.ten as select 30 as n")
-    await door.change("/* dbt */ CREATE VIEW `analysts`.`thirty` AS (SELECT 30 AS n)")
-    await door.change("EXCHANGE TABLES analysts.ten AND analysts.thirty")
-    assert await door.column("SELECT n FROM analysts.ten") == [30]
-    await door.change("RENAME TABLE ten TO two, thirty TO three", database="analysts")
-    assert await door.views() == ["three", "two"]
-    await door.change(
+async def test_a_view_is_made_read_replaced_renamed_exchanged_and_dropped(
+    endpoint: Endpoint,
+) -> None:
+    await endpoint.change("CREATE DATABASE IF NOT EXISTS analysts")
+    await endpoint.change("CREATE VIEW analysts.named AS SELECT format('{}!', 'a') AS a")
+    assert await endpoint.column("SELECT a FROM analysts.named") == ["a!"]
+    await endpoint.change("DROP VIEW analysts.named")
+    await endpoint.change("CREATE VIEW analysts.ten AS SELECT count() AS n FROM requests_once")
+    assert await endpoint.column("SELECT n FROM analysts.ten") == [10]
+    await endpoint.change("CREATE OR REPLACE VIEW analysts.ten AS SELECT 20 AS n")
+    await endpoint.change("create view if not exists analysts.ten as select 30 as n")
+    await endpoint.change("/* dbt */ CREATE VIEW `analysts`.`thirty` AS (SELECT 30 AS n)")
+    await endpoint.change("EXCHANGE TABLES analysts.ten AND analysts.thirty")
+    assert await endpoint.column("SELECT n FROM analysts.ten") == [30]
+    await endpoint.change("RENAME TABLE ten TO two, thirty TO three", database="analysts")
+    assert await endpoint.views() == ["three", "two"]
+    await endpoint.change(
         "ALTER TABLE analysts.two MODIFY COMMENT 'it''s', COMMENT COLUMN n 'how many'"
     )
     commented = "SELECT comment FROM system.columns WHERE database = 'analysts' AND table = 'two'"
-    assert await door.column(commented) == ["how many"]
-    await door.change("DROP VIEW IF EXISTS analysts.none")
-    await door.change("DROP TABLE analysts.two, analysts.three SYNC")
-    assert await door.views() == []
+    assert await endpoint.column(commented) == ["how many"]
+    await endpoint.change("DROP VIEW IF EXISTS analysts.none")
+    await endpoint.change("DROP TABLE analysts.two, analysts.three SYNC")
+    assert await endpoint.views() == []
 
 
 @pytest.mark.parametrize(
@@ -143,12 +145,12 @@ async def test_a_view_is_made_read_replaced_renamed_exchanged_and_dropped(door: 
         "TRUNCATE TABLE analysts.one",
     ],
 )
-async def test_nothing_else_is_changed(door: Door, store: Store, sql: str) -> None:
-    await door.change("CREATE VIEW analysts.one AS SELECT 1 AS a")
-    code, text = await door.refusal(sql, auth=_FULL)
+async def test_nothing_else_is_changed(endpoint: Endpoint, store: Store, sql: str) -> None:
+    await endpoint.change("CREATE VIEW analysts.one AS SELECT 1 AS a")
+    code, text = await endpoint.refusal(sql, auth=_FULL)
     assert text.startswith(f"Code: {code}. DB::Exception: ")
-    assert await door.views() == ["one"]
-    assert await door.column("SELECT a FROM analysts.one") == [1]
+    assert await endpoint.views() == ["one"]
+    assert await endpoint.column("SELECT a FROM analysts.one") == [1]
     assert await store.rows("SELECT count() FROM requests") == [(10,)]
 
 
@@ -174,99 +176,105 @@ _OF_TRANSCRIPTS = (
 @pytest.mark.parametrize("columns", ["", "(a String) "])
 @pytest.mark.parametrize("auth", [_FULL, _ANALYST], ids=["full", "analyst"])
 async def test_no_view_reads_transcripts(
-    door: Door, body: str, columns: str, auth: tuple[str, str]
+    endpoint: Endpoint, body: str, columns: str, auth: tuple[str, str]
 ) -> None:
-    await door.refusal(f"CREATE VIEW analysts.x {columns}AS {body}", auth=auth)
-    assert await door.views() == []
+    await endpoint.refusal(f"CREATE VIEW analysts.x {columns}AS {body}", auth=auth)
+    assert await endpoint.views() == []
 
 
-async def test_a_view_reads_no_more_than_the_user_who_asks(door: Door, store: Store) -> None:
+async def test_a_view_reads_no_more_than_the_user_who_asks(
+    endpoint: Endpoint, store: Store
+) -> None:
     """Even one of transcripts, were there any, and one over it."""
     await store.command("CREATE VIEW analysts.words AS SELECT count() AS n FROM transcripts")
     await store.command("CREATE VIEW analysts.more AS SELECT * FROM analysts.words")
     for name in ("words", "more"):
-        assert await door.column(f"SELECT n FROM analysts.{name}", auth=_FULL) == [0]
-        code, _ = await door.refusal(f"SELECT n FROM analysts.{name}")
+        assert await endpoint.column(f"SELECT n FROM analysts.{name}", auth=_FULL) == [0]
+        code, _ = await endpoint.refusal(f"SELECT n FROM analysts.{name}")
         assert code == "497"
 
 
-async def test_no_body_reaches_out_of_the_database(door: Door, tmp_path: Path) -> None:
+async def test_no_body_reaches_out_of_the_database(endpoint: Endpoint, tmp_path: Path) -> None:
     file, out = tmp_path / "secret.txt", tmp_path / "out"
     file.write_text(SECRET)
     bodies = [sql for sql in REACHING_OUT if sql.startswith(("SELECT", "WITH"))]
     for number, sql in enumerate(bodies):
         body = sql.format(file=file, out=out, port=1)
-        answer = await door.ask(f"CREATE VIEW analysts.v{number} AS {body}", auth=_FULL)
+        answer = await endpoint.ask(f"CREATE VIEW analysts.v{number} AS {body}", auth=_FULL)
         assert SECRET not in answer.text, body
         if answer.status_code == 200:
-            read = await door.ask(f"SELECT * FROM analysts.v{number}", auth=_FULL)
+            read = await endpoint.ask(f"SELECT * FROM analysts.v{number}", auth=_FULL)
             assert SECRET not in read.text, body
         assert not out.exists(), body
 
 
-async def test_there_are_at_most_so_many_views(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_are_at_most_so_many_views(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(analyst_views, "MAX_VIEWS", 3)
     for number in range(3):
-        await door.change(f"CREATE VIEW analysts.v{number} AS SELECT {number} AS n")
-    code, text = await door.refusal("CREATE VIEW analysts.v3 AS SELECT 3 AS n")
+        await endpoint.change(f"CREATE VIEW analysts.v{number} AS SELECT {number} AS n")
+    code, text = await endpoint.refusal("CREATE VIEW analysts.v3 AS SELECT 3 AS n")
     assert (code, "3 views, of 3 at most" in text) == ("724", True), text
-    await door.change("CREATE OR REPLACE VIEW analysts.v2 AS SELECT 4 AS n")
-    await door.change("RENAME TABLE analysts.v2 TO analysts.v3")
-    await door.change("DROP VIEW analysts.v0")
-    await door.change("CREATE VIEW analysts.v0 AS SELECT 5 AS n")
+    await endpoint.change("CREATE OR REPLACE VIEW analysts.v2 AS SELECT 4 AS n")
+    await endpoint.change("RENAME TABLE analysts.v2 TO analysts.v3")
+    await endpoint.change("DROP VIEW analysts.v0")
+    await endpoint.change("CREATE VIEW analysts.v0 AS SELECT 5 AS n")
 
 
-async def test_views_over_views_are_bounded_as_a_whole(door: Door) -> None:
-    await door.change("CREATE VIEW analysts.v0 AS SELECT 1 AS n")
+async def test_views_over_views_are_bounded_as_a_whole(endpoint: Endpoint) -> None:
+    await endpoint.change("CREATE VIEW analysts.v0 AS SELECT 1 AS n")
     for number in range(1, 5):
         twice = f"SELECT * FROM v{number - 1} UNION ALL SELECT * FROM analysts.v{number - 1}"
-        await door.change(f"CREATE VIEW v{number} AS {twice}", database="analysts")
-    assert await door.column("SELECT sum(n) FROM analysts.v4") == [16]
+        await endpoint.change(f"CREATE VIEW v{number} AS {twice}", database="analysts")
+    assert await endpoint.column("SELECT sum(n) FROM analysts.v4") == [16]
     thrice = "SELECT a.n FROM v4 AS a, v4 AS b JOIN v4 AS c ON b.n = c.n"
-    code, text = await door.refusal(f"CREATE VIEW v5 AS {thrice}", database="analysts")
+    code, text = await endpoint.refusal(f"CREATE VIEW v5 AS {thrice}", database="analysts")
     assert (code, "would read 94 views" in text) == ("162", True), text
-    await door.change("CREATE VIEW analysts.w AS SELECT 1 AS n")
-    await door.change("CREATE OR REPLACE VIEW analysts.v0 AS SELECT * FROM analysts.w")
-    code, text = await door.refusal("CREATE OR REPLACE VIEW analysts.w AS SELECT 1 AS n FROM v4")
+    await endpoint.change("CREATE VIEW analysts.w AS SELECT 1 AS n")
+    await endpoint.change("CREATE OR REPLACE VIEW analysts.v0 AS SELECT * FROM analysts.w")
+    code, text = await endpoint.refusal(
+        "CREATE OR REPLACE VIEW analysts.w AS SELECT 1 AS n FROM v4"
+    )
     assert code in {"60", "162"}, text
-    code, text = await door.refusal(
+    code, text = await endpoint.refusal(
         "CREATE OR REPLACE VIEW analysts.w AS SELECT n FROM analysts.v4"
     )
     assert code == "269", text
     with_list = "CREATE OR REPLACE VIEW analysts.w (n Int8) AS SELECT n FROM analysts.v4"
-    code, text = await door.refusal(with_list)
+    code, text = await endpoint.refusal(with_list)
     assert code == "269", text
 
 
-async def test_the_longest_chain_of_views_can_be_read(door: Door) -> None:
-    await door.change("CREATE VIEW analysts.v0 AS SELECT 1 AS n")
+async def test_the_longest_chain_of_views_can_be_read(endpoint: Endpoint) -> None:
+    await endpoint.change("CREATE VIEW analysts.v0 AS SELECT 1 AS n")
     for number in range(1, analyst_views.MAX_VIEWS_READ):
         body = f"SELECT * FROM analysts.v{number - 1}"
-        await door.change(f"CREATE VIEW analysts.v{number} AS {body}")
+        await endpoint.change(f"CREATE VIEW analysts.v{number} AS {body}")
     last = analyst_views.MAX_VIEWS_READ - 1
-    assert await door.column(f"SELECT n FROM analysts.v{last}") == [1]
-    code, _ = await door.refusal(f"CREATE VIEW analysts.over AS SELECT * FROM analysts.v{last}")
+    assert await endpoint.column(f"SELECT n FROM analysts.v{last}") == [1]
+    code, _ = await endpoint.refusal(f"CREATE VIEW analysts.over AS SELECT * FROM analysts.v{last}")
     assert code == "162"
 
 
-async def test_a_statement_is_bounded_in_size(door: Door) -> None:
+async def test_a_statement_is_bounded_in_size(endpoint: Endpoint) -> None:
     body = " UNION ALL ".join(["SELECT 1 AS n"] * 5_000)
-    code, text = await door.refusal(f"CREATE VIEW analysts.x AS {body}")
+    code, text = await endpoint.refusal(f"CREATE VIEW analysts.x AS {body}")
     assert (code, "65536 at most" in text) == ("62", True), text
 
 
-async def test_a_view_may_have_parameters(door: Door) -> None:
-    await door.change(
+async def test_a_view_may_have_parameters(endpoint: Endpoint) -> None:
+    await endpoint.change(
         "CREATE VIEW analysts.of AS SELECT count() AS n FROM millrace.requests_once "
         "WHERE tenant = {tenant:String}"
     )
-    assert await door.column("SELECT n FROM analysts.of(tenant = 'nobody')") == [0]
+    assert await endpoint.column("SELECT n FROM analysts.of(tenant = 'nobody')") == [0]
 
 
 async def test_without_views_their_statements_are_refused(store: Store) -> None:
     transport = httpx.ASGITransport(HttpInterface(store.reader, CONFIG))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
-        code, _ = await Door(client).refusal("CREATE VIEW analysts.x AS SELECT 1")
+        code, _ = await Endpoint(client).refusal("CREATE VIEW analysts.x AS SELECT 1")
     assert code == "164"
 
 

@@ -1,4 +1,4 @@
-"""Bounds of users' queries: whose turn it is, and the memory of all."""
+"""Limits of users' queries: turns, and the memory of all queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ClickHouse's protocol behind TLS: the door of the embedded engine, with a proxy before it."""
+"""ClickHouse's protocol over TLS: the embedded engine's endpoint behind a proxy."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-async def door(store: Store) -> AsyncIterator[ClickHouseConfig]:
-    """The configuration of a client of a door without TLS."""
+async def plain_config(store: Store) -> AsyncIterator[ClickHouseConfig]:
+    """Yield the configuration of a client of an endpoint without TLS."""
     port = free_port()
     config = ClickHouseConfig(
         url=f"http://127.0.0.1:{port}", serve_port=port, password="correct-horse"
@@ -46,10 +46,10 @@ async def door(store: Store) -> AsyncIterator[ClickHouseConfig]:
     await running
 
 
-def behind(door: ClickHouseConfig, port: int, authority: Authority) -> ClickHouseConfig:
-    """The same door, by way of a proxy."""
+def behind(plain_config: ClickHouseConfig, port: int, authority: Authority) -> ClickHouseConfig:
+    """Return the configuration of the same endpoint behind a TLS proxy."""
     url = f"https://127.0.0.1:{port}"
-    return replace(door, url=url, ca_file=str(authority.certificate))
+    return replace(plain_config, url=url, ca_file=str(authority.certificate))
 
 
 def with_pair(config: ClickHouseConfig, pair: Pair) -> ClickHouseConfig:
@@ -57,7 +57,7 @@ def with_pair(config: ClickHouseConfig, pair: Pair) -> ClickHouseConfig:
 
 
 async def works(config: ClickHouseConfig) -> None:
-    """For the sink's client, and for ``millrace sql``."""
+    """Assert that the sink's client and ``millrace sql`` work with this configuration."""
 
     def ask() -> object:
         client = server_connect(config)()
@@ -70,7 +70,7 @@ async def works(config: ClickHouseConfig) -> None:
     assert b"42" in await asyncio.to_thread(ask_server, "SELECT 41 + 1", config, {})
 
 
-async def refused(config: ClickHouseConfig, kind: type[MillraceError], *said: str) -> None:
+async def refused(config: ClickHouseConfig, kind: type[MillraceError], *messages: str) -> None:
     """The same is said to the telemetry process and to ``millrace sql``."""
 
     async def ask() -> object:
@@ -80,16 +80,16 @@ async def refused(config: ClickHouseConfig, kind: type[MillraceError], *said: st
     for way in ways:
         with pytest.raises(kind) as raised:
             await way()  # type: ignore[misc]
-        for word in said:
+        for word in messages:
             assert word in raised.value.message, raised.value.message
 
 
 async def test_tls_with_our_authority(
-    door: ClickHouseConfig, authority: Authority, tmp_path: Path
+    plain_config: ClickHouseConfig, authority: Authority, tmp_path: Path
 ) -> None:
     other = Authority(tmp_path / "other", "Another")
-    async with tls_proxy(door.serve_port, authority.sign("it")) as port:
-        config = behind(door, port, authority)
+    async with tls_proxy(plain_config.serve_port, authority.sign("it")) as port:
+        config = behind(plain_config, port, authority)
         await works(config)
         untrusting = replace(config, ca_file=str(other.certificate))
         await refused(untrusting, UntrustedServerError, "no trusted", "clickhouse.ca_file")
@@ -97,30 +97,32 @@ async def test_tls_with_our_authority(
 
 
 async def test_no_proxy_of_the_shell_stands_between(
-    door: ClickHouseConfig, authority: Authority, monkeypatch: pytest.MonkeyPatch
+    plain_config: ClickHouseConfig, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in DEAD_PROXIES.items():
         monkeypatch.setenv(name, value)
-    await works(door)
-    async with tls_proxy(door.serve_port, authority.sign("it")) as port:
-        await works(behind(door, port, authority))
+    await works(plain_config)
+    async with tls_proxy(plain_config.serve_port, authority.sign("it")) as port:
+        await works(behind(plain_config, port, authority))
 
 
-@pytest.mark.parametrize(("expired", "said"), [(True, "has expired"), (False, "another name")])
+@pytest.mark.parametrize(("expired", "message"), [(True, "has expired"), (False, "another name")])
 async def test_certificates_that_are_not_good(
-    door: ClickHouseConfig, authority: Authority, expired: bool, said: str
+    plain_config: ClickHouseConfig, authority: Authority, expired: bool, message: str
 ) -> None:
     hosts = ("127.0.0.1",) if expired else ("clickhouse.example",)
-    async with tls_proxy(door.serve_port, authority.sign("it", hosts, expired=expired)) as port:
-        await refused(behind(door, port, authority), UntrustedServerError, said)
+    async with tls_proxy(
+        plain_config.serve_port, authority.sign("it", hosts, expired=expired)
+    ) as port:
+        await refused(behind(plain_config, port, authority), UntrustedServerError, message)
 
 
 async def test_certificates_of_both_sides(
-    door: ClickHouseConfig, authority: Authority, tmp_path: Path
+    plain_config: ClickHouseConfig, authority: Authority, tmp_path: Path
 ) -> None:
     pair, strange = authority.sign("mine"), Authority(tmp_path / "o", "Another").sign("strange")
-    async with tls_proxy(door.serve_port, authority.sign("it"), clients=authority) as port:
-        config = behind(door, port, authority)
+    async with tls_proxy(plain_config.serve_port, authority.sign("it"), clients=authority) as port:
+        config = behind(plain_config, port, authority)
         await works(with_pair(config, pair))
         await refused(config, CredentialsRefusedError, "without a certificate")
         await refused(with_pair(config, strange), CredentialsRefusedError, "our certificate")
@@ -138,15 +140,15 @@ def test_a_wrong_password_is_told_from_an_absent_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (ClickHouseConfig(url="https://h", ca_file="/nowhere"), "clickhouse.ca_file"),
         (ClickHouseConfig(url="https://h", key_file="/nowhere"), "clickhouse.certificate_file"),
         (ClickHouseConfig(url="ftp://root:horse@h"), "clickhouse.url"),
     ],
 )
-def test_settings_that_cannot_be(config: ClickHouseConfig, said: str) -> None:
+def test_settings_that_cannot_be(config: ClickHouseConfig, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         server_connect(config)
-    assert said in raised.value.message
+    assert message in raised.value.message
     assert "horse" not in raised.value.message

@@ -34,7 +34,7 @@ _ROWS = "SELECT request_id FROM requests_once ORDER BY request_id"
 
 
 async def test_a_store_of_the_earlier_migrations_opens(store: Store, tmp_path: Path) -> None:
-    """It is recognised by its ledger, has the tables of a new store, and takes rows."""
+    """The ledger identifies the store, which gets the tables of a new store and takes rows."""
     with tarfile.open(_FOLDER) as folder:
         folder.extractall(tmp_path, filter="data")
     later = load_migrations()[1:]
@@ -94,7 +94,7 @@ def test_a_store_of_the_schema_lacks_what_came_after_it() -> None:
 async def test_a_row_of_an_older_sink_has_defaults_for_the_columns_that_it_does_not_know(
     store: Store,
 ) -> None:
-    """While versions are mixed, sinks write that know nothing of pulls, groups, keys and joules."""
+    """Older sinks write rows without pulls, groups, keys and joules while versions are mixed."""
     await store.command(
         "INSERT INTO requests (request_id, tenant, status, tpot_us, lives, received_at, done_at, "
         "outbox_sequence) SELECT 'old', 'acme', 'done', 1500, "

@@ -1,4 +1,4 @@
-"""The mark below which all of the outbox has landed, whatever the order in which it did."""
+"""Watermark of the outbox: all records below it have landed, in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from millrace.telemetry.store.store import Store
         ([(5, 6), (1, 2), (3, 4)], 6),
     ],
 )
-async def test_the_mark(store: Store, ranges: list[tuple[int, int]], mark: int) -> None:
+async def test_the_watermark_follows_landed_and_void_ranges(
+    store: Store, ranges: list[tuple[int, int]], mark: int
+) -> None:
     ledger = OutboxLedger(store)
     assert await ledger.is_empty()
     for first, last in ranges:

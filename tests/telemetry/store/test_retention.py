@@ -8,7 +8,7 @@ from millrace.telemetry.store.store import Store
 from tests.docs.security_page import kept_s
 
 
-async def test_tables_keep_rows_as_long_as_it_is_said(store: Store) -> None:
+async def test_tables_keep_rows_for_the_documented_time(store: Store) -> None:
     rows = await store.rows(
         "SELECT name, engine_full FROM system.tables"
         " WHERE database = currentDatabase() AND engine_full LIKE '%TTL%'"

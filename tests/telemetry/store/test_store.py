@@ -1,4 +1,4 @@
-"""Migrations, the ledger, and what a table refuses, on the real engine."""
+"""Migrations, the ledger, and rows that a table refuses, on the real engine."""
 
 from __future__ import annotations
 
@@ -271,6 +271,6 @@ async def test_the_sink_s_columns_are_the_table_s(store: Store, table: Table[Any
 
 
 async def test_rows_are_inserted_without_pandas(store: Store) -> None:
-    """Which came with the embedded engine, and would be imported to look at each batch."""
+    """An installed pandas would be imported for a check of each batch."""
     await OutboxLedger(store).add([1])
     assert vars(options)["pd"] is None

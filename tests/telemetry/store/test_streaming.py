@@ -121,7 +121,7 @@ async def running(reader: EmbeddedReader, *query_ids: str) -> None:
 
 
 async def test_each_owner_has_ids_of_its_own(reader: EmbeddedReader) -> None:
-    """Nobody is refused, ended or answered because another user's query has the same id."""
+    """A query is not refused, ended or answered because of another user's query with its id."""
     sql = f"SELECT sum(number) FROM ({_ENDLESS})"
     full = asyncio.create_task(whole(reader, sql, query_id="it", owner="full"))
     analyst = {"user": "analyst", "owner": "analyst"}
@@ -318,8 +318,10 @@ _STATEMENTS = (
 
 
 async def test_an_answer_never_holds_bytes_of_another_statement(reader: EmbeddedReader) -> None:
-    """Pairs of statements, each behind one that ended, failed or was left, and beside others: the
-    answer is that of the statement alone."""
+    """An answer is that of its statement alone, after and beside any others.
+
+    The earlier statement of each pair ended, failed or was abandoned.
+    """
 
     async def outcome(sql: str) -> object:
         try:

@@ -1,4 +1,4 @@
-"""The comments and views of a store are those of the declaration, in every store."""
+"""Comments and views of a store: they match the declaration in every store."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_declared_values_are_those_of_the_code() -> None:
     assert {column.values for column in columns if column.values} == of_code.keys()
 
 
-async def test_what_differs_is_made_again_and_nothing_else(spoiled: Store) -> None:
+async def test_only_views_that_differ_are_made_again(spoiled: Store) -> None:
     made = await spoiled.rows(_STATEMENTS)
     assert await migrate(spoiled) == []
     for statement in (
@@ -160,7 +160,7 @@ async def test_a_view_follows_the_type_of_a_column(spoiled: Store) -> None:
     assert kind == "Nullable(Float64)"
 
 
-def test_of_an_empty_store_everything_differs() -> None:
+def test_every_view_of_an_empty_store_differs() -> None:
     changes = Changes.of({}, "millrace")
     declared = load_declaration()
     assert changes.comments.keys() == declared.keys()

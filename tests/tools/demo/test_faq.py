@@ -1,4 +1,4 @@
-"""What the FAQ of the demo model says of Millrace is what the documents and the code say."""
+"""Statements about Millrace in the demo model's FAQ, against the documents and the code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _ABSENT = re.compile(
 
 
 class Feature(NamedTuple):
-    """Something that exists: the document and its words that say so, and those that an answer of
-    the FAQ has about it."""
+    """Existing feature: its document, its words there, and its words in an answer of the FAQ."""
 
     document: str
     proof: str
@@ -114,7 +113,7 @@ def test_no_answer_says_that_something_is_still_to_come(pairs: list[Pair]) -> No
     assert _ABSENT.search("Automatic scaling is planned; today you choose")
     assert _ABSENT.search("There are no Kubernetes manifests yet.")
     doubtful = {pair.id: pair.answer for pair in pairs if _ABSENT.search(pair.answer)}
-    # It speaks of fields of a request that nobody knows.
+    # It speaks of unknown fields of a request.
     assert set(doubtful) == {"e400_param"}
 
 
@@ -128,7 +127,7 @@ def test_what_is_called_absent_is_absent(
 
 
 def _spans(pairs: list[Pair]) -> list[tuple[str, str]]:
-    """Each piece of code in an answer, with the pair's id."""
+    """Return each piece of code in an answer with the pair's id."""
     return [(pair.id, code) for pair in pairs for code in re.findall(r"`([^`]+)`", pair.answer)]
 
 

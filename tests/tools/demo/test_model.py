@@ -260,7 +260,7 @@ class TestAnswers:
     @pytest.mark.slow(reason="asks the demo model every question of a newcomer, one at a time")
     @torch.inference_mode()
     def test_objects_that_a_grammar_began_are_closed(self, chat_tokenizer: Any) -> None:
-        """As behind a schema's `{"answer": "`; the grammar forbids, but does not hurry."""
+        """A schema starts the answer with `{"answer": "`, and the grammar never forces its end."""
         model = LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
         closed = []
         for natural in load_natural():

@@ -67,7 +67,7 @@ async def labels() -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
 
 
 def logits(text: str, num_labels: int = 1) -> list[float]:
-    """What the worker says of a text."""
+    """Return the fake worker's logits of a text."""
     return [(byte - 108) / 4 for byte in text.encode()[-num_labels:]]
 
 
@@ -121,8 +121,8 @@ async def test_pairs_are_scored(
         front.worker.jobs.clear()
         asked = {"model": MODEL, names[0]: first, names[1]: second}
         answer = (await http.post("/v1/score", json=asked)).json()
-        told = [one["score"] for one in answer["data"]]
-        assert told == [pytest.approx(sigmoid(*logits(pair))) for pair in pairs]
+        scores = [one["score"] for one in answer["data"]]
+        assert scores == [pytest.approx(sigmoid(*logits(pair))) for pair in pairs]
         prompts = [bytes(job.prompt_token_ids or ()).decode() for job in front.worker.jobs]
         assert sorted(prompts) == sorted(pairs)
     raw = await http.post("/score", json=asked | {"use_activation": False})
@@ -166,8 +166,8 @@ async def test_a_head_may_have_no_activation() -> None:
         asked = {"model": MODEL, "text_1": "mill", "text_2": "z"}
         answer = (await http.post("/v1/score", json=asked)).json()
         assert [one["score"] for one in answer["data"]] == logits("z")
-        told = (await http.post("/classify", json={"model": MODEL, "input": "z"})).json()
-        assert told["data"][0]["probs"] == [pytest.approx(sigmoid(*logits("z")))]
+        result = (await http.post("/classify", json={"model": MODEL, "input": "z"})).json()
+        assert result["data"][0]["probs"] == [pytest.approx(sigmoid(*logits("z")))]
 
 
 @pytest.mark.parametrize("given", ["ab", ["abz", "zza"], [97, 98], [[97], [98, 99, 122]]])
@@ -200,8 +200,8 @@ async def test_pooling_tells_the_labels(
     _, http = labels
     asked = {"model": MODEL, "input": ["abc"]}
     for more in ({}, {"task": "classify"}):
-        told = (await http.post("/pooling", json=asked | more)).json()["data"][0]["data"]
-        assert told == pytest.approx(softmax(logits("abc", 3)))
+        values = (await http.post("/pooling", json=asked | more)).json()["data"][0]["data"]
+        assert values == pytest.approx(softmax(logits("abc", 3)))
     raw = (await http.post("/pooling", json=asked | {"use_activation": False})).json()
     assert raw["data"][0]["data"] == logits("abc", 3)
     packed = (await http.post("/pooling", json=asked | {"encoding_format": "base64"})).json()

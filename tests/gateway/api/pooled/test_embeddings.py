@@ -39,7 +39,7 @@ _PATH = "/v1/embeddings"
 
 
 def _pooled(text: str, pooling: Pooling = Pooling.MEAN) -> list[float]:
-    """What the worker says of a text."""
+    """Return the fake worker's embedding of a text."""
     numbers = [float(len(pooling)), *map(float, text.encode())][:EMBEDDING_SIZE]
     return numbers + [0.0] * (EMBEDDING_SIZE - len(numbers))
 
@@ -70,7 +70,7 @@ async def test_the_client_s_default_is_base64(
 async def test_inputs_are_parts_of_the_request_that_the_answer_names(
     client: openai.AsyncOpenAI, front: RunningGateway
 ) -> None:
-    """Each input pays for itself; its row is found by the answer's X-Request-Id."""
+    """Every input is a separate job, which names the X-Request-Id of the answer as its request."""
     raw = await client.embeddings.with_raw_response.create(model=MODEL, input=["a", "b"])
     parts = [job.part for job in front.worker.jobs if job.part is not None]
     assert sorted(part.choice for part in parts) == [0, 1]
@@ -89,7 +89,7 @@ async def test_many_inputs_keep_their_order(
     assert [made.index for made in answer.data] == list(range(len(texts)))
     for made, text in zip(answer.data, texts, strict=True):
         values: Any = made.embedding
-        if isinstance(values, str):  # It is for whoever asks for base64 to read it.
+        if isinstance(values, str):  # The client reads base64 itself if asked for it.
             values = list(struct.unpack(f"<{EMBEDDING_SIZE}f", base64.b64decode(values)))
         assert values == _unit(_pooled(text))
     assert answer.usage.prompt_tokens == sum(map(len, texts))
@@ -137,7 +137,7 @@ def test_numbers_come_through_exactly(as_base64: bool) -> None:
         assert struct.pack("<7f", *map(float, raw[1:-1].split(b","))) == pooled
 
 
-def test_nothing_has_no_direction() -> None:
+def test_a_zero_vector_stays_zero_when_normalized() -> None:
     form = VectorForm(None, normalize=True, as_base64=False)
     assert bytes(form.encode(struct.pack("<2f", 0.0, 0.0))) == b"[0,0]"
 
@@ -208,7 +208,7 @@ async def test_a_body_too_large() -> None:
 
 
 class _Ledger:
-    """In the place of the limiter's two doors."""
+    """Record of the limiter's calls ``reserve`` and ``settle_soon``."""
 
     def __init__(self, limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reserved: list[Demand] = []
@@ -270,7 +270,7 @@ async def test_a_limit_that_is_reached(
         (Expired(), 504),
     ],
 )
-async def test_one_that_fails_fails_the_request(
+async def test_a_failing_input_fails_the_request(
     http: httpx.AsyncClient, front: RunningGateway, frame: Frame, status: int
 ) -> None:
     front.worker.end_with = frame

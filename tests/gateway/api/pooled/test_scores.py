@@ -27,7 +27,7 @@ _A: dict[str, Any] = {"query": "a", "documents": ["a"]}
 
 
 def pooled(text: str) -> list[float]:
-    """What the worker says of a text."""
+    """Return the fake worker's embedding of a text."""
     numbers = [float(len(Pooling.MEAN)), *map(float, text.encode())][:EMBEDDING_SIZE]
     return numbers + [0.0] * (EMBEDDING_SIZE - len(numbers))
 

@@ -19,7 +19,7 @@ from tests.support.engine.tokenizers_made import byte_level, metaspace, write_to
 
 
 def lowercase() -> tokenizers.Tokenizer:
-    """Its tokens do not spell what they were made of."""
+    """Return a tokenizer whose tokens do not spell the original text."""
     made = byte_level()
     made.normalizer = normalizers.Lowercase()
     return made

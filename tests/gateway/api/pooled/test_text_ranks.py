@@ -27,8 +27,8 @@ async def test_texts_are_ranked_by_the_only_model(http: httpx.AsyncClient, path:
         {"index": 2, "score": similarity("mill", "mile")},
         {"index": 0, "score": similarity("mill", "zz")},
     ]
-    told = {"return_text": True, "raw_scores": True, "truncate": True}
-    with_texts = (await http.post(path, json=_ASKED | told)).json()
+    options = {"return_text": True, "raw_scores": True, "truncate": True}
+    with_texts = (await http.post(path, json=_ASKED | options)).json()
     assert [one.pop("text") for one in with_texts] == ["mill", "mile", "zz"]
     assert with_texts == ranks
 

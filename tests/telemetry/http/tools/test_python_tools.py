@@ -77,9 +77,9 @@ async def run(
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(_TIMEOUT_S):
-        said, errors = await process.communicate()
-    assert process.returncode == 0, f"{said.decode()}\n{errors.decode()[-6000:]}"
-    return said.decode()
+        output, errors = await process.communicate()
+    assert process.returncode == 0, f"{output.decode()}\n{errors.decode()[-6000:]}"
+    return output.decode()
 
 
 def blocks(heading: str, language: str) -> list[str]:
@@ -110,8 +110,8 @@ async def test_a_tool_answers_what_an_analyst_asks(
     if tool == "superset":
         (tmp_path / "config.py").write_text(_SUPERSET)
         more["SUPERSET_CONFIG_PATH"] = str(tmp_path / "config.py")
-    said = await run((bin_folder / "python", _HERE / f"with_{tool}.py", url), tmp_path, more)
-    answers, _ = json.JSONDecoder().raw_decode(said[said.index('{"databases"') :])
+    output = await run((bin_folder / "python", _HERE / f"with_{tool}.py", url), tmp_path, more)
+    answers, _ = json.JSONDecoder().raw_decode(output[output.index('{"databases"') :])
     columns = await columns_of(store, "requests_once")
     assert {"millrace", "analysts", "system"} <= set(answers["databases"])
     assert {"requests_once", "deliveries_once", "prices"} <= set(answers["tables"])
@@ -144,8 +144,8 @@ async def test_the_lines_of_the_page_run(
     code = blocks(heading, "python")
     assert code
     for piece in code:
-        said = await run((bin_folder / "python", "-W", "ignore", "-c", piece), tmp_path)
-        assert printed in said
+        output = await run((bin_folder / "python", "-W", "ignore", "-c", piece), tmp_path)
+        assert printed in output
 
 
 @pytest.mark.slow(reason="starts another program in an environment of its own")
@@ -164,9 +164,9 @@ async def test_dbt_builds_the_page_s_project(url: str, store: Store, tmp_path: P
         "DBT_SEND_ANONYMOUS_USAGE_STATS": "false",
     }
     for _ in range(2):
-        said = await run((bin_folder / "dbt", "--no-use-colors", "build"), tmp_path, more)
-        assert "ERROR=0" in said
-        assert "WARN=0" in said
+        output = await run((bin_folder / "dbt", "--no-use-colors", "build"), tmp_path, more)
+        assert "ERROR=0" in output
+        assert "WARN=0" in output
     rows = await store.rows("SELECT tenant, sum(requests) FROM analysts.days GROUP BY 1 ORDER BY 1")
     assert rows == [("acme", 4), ("globex", 2)]
     comments = await store.rows(

@@ -55,7 +55,7 @@ async def send(client: httpx.AsyncClient, one: dict[str, Any]) -> httpx.Response
 
 
 def of(tool: str, *words: str) -> list[dict[str, Any]]:
-    """The requests of a tool whose statement or body has all the words."""
+    """Return a tool's requests whose statement or body has all the words."""
     return [
         one
         for one in _RECORDED
@@ -106,7 +106,7 @@ async def test_dbt_s_view_is_there_with_its_comments(
 
 
 async def test_a_memtable_of_ibis_is_joined(client: httpx.AsyncClient) -> None:
-    """Which comes as Arrow, beside a statement in the address."""
+    """The memtable comes as Arrow, with the statement in the URL."""
     tables = [one for one in of("ibis", '"team"') if "body_base64" in one]
     assert tables
     for one in tables:
