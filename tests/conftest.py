@@ -44,9 +44,9 @@ gc.disable()
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_compute_thread() -> Iterator[None]:
-    """What computes in this process, or in one that it starts, leaves the other cores to the other
-    processes: shared out among cores, the small models of tests take longer. torch is there if any
-    test of the run needs it."""
+    """Limit compute to one thread in this process and in its children. The other cores stay free
+    for other processes, and the small models of tests take longer on several cores. torch is
+    imported by now if any test of the run needs it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +56,7 @@ def _one_compute_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_prepared_once() -> None:
-    """If any test of the run has kernels for GPUs."""
+    """Prepare Triton's interpreter once, if any test of the run has kernels for GPUs."""
     if "triton.runtime.interpreter" in sys.modules:
         from tests.support.interpreter import prepare_once
 
@@ -65,8 +65,8 @@ def _interpreter_prepared_once() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a process that is killed leaves behind lies among the run's own folders, of which
-    pytest keeps three."""
+    """Keep temporary files of killed processes in a folder of the run; pytest keeps three of
+    these."""
     folder = tmp_path_factory.mktemp("tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -76,8 +76,8 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def _trusted_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whoever names no authority trusts one that signs nothing. Each HTTP client of the tests would
-    read all those of the machine when it is made, which takes it 16 ms."""
+    """Trust an authority that signs nothing, unless a test names another. Each HTTP client of the
+    tests would otherwise read all authorities of the machine when it is made, which takes 16 ms."""
     authority = Authority(tmp_path_factory.mktemp("authority"), "Signs nothing")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(authority.certificate))
@@ -95,7 +95,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    """For tests whose event loop is their module's."""
+    """Launch Chromium for tests whose event loop has module scope."""
     async with chromium() as launched:
         yield launched
 
@@ -120,8 +120,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With REQUIRE_ALL_TESTS set, a test that would skip for want of a program fails instead.
-    Network namespaces are no program: some machines do not allow them."""
+    """Fail a test that skips for lack of a program, if REQUIRE_ALL_TESTS is set. Tests marked
+    ``network`` may skip: some machines do not allow network namespaces."""
     report = yield
     is_needed = os.environ.get("REQUIRE_ALL_TESTS") and "network" not in item.keywords
     if report.skipped and is_needed:
@@ -143,7 +143,7 @@ _NEEDED = {
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, and no collection of garbage has to look through it."""
+    """Freeze imported objects, so that no garbage collection has to scan them."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""What a system at rest takes, process by process."""
+"""Resources of an idle system, by process."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_many_rows_are_bound_by_products() -> None:
 
 
 def test_stages_are_one_behind_the_other() -> None:
-    """Each has half the layers, and the last the head, for which the first waits."""
+    """Two stages have half the layers each; the last also has the head, for which the first
+    waits."""
     whole, halves = Group(LLAMA_405B, 8, 1), Group(LLAMA_405B, 8, 2)
     one, parts = step_of(whole, 1, 1_024), step_of(halves, 1, 1_024)
     assert parts.weights_ms == pytest.approx(one.weights_ms)

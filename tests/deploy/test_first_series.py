@@ -196,7 +196,7 @@ def test_the_document_lists_the_open_labels() -> None:
 
 
 async def test_our_own_faults_are_counted_from_the_start() -> None:
-    """Each status from 500 on that an error of ours has."""
+    """Every status from 500 on that an error of ours has is counted from the start."""
 
     def kinds(of: type[MillraceError]) -> Iterable[type[MillraceError]]:
         yield of
@@ -214,7 +214,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 async def test_what_rules_ask_for_is_there_at_first(fresh: list[CollectorRegistry]) -> None:
-    """Each series that a rule takes the increase of."""
+    """Every series whose increase a rule computes exists at first."""
     there = [
         (sample.name, sample.labels)
         for registry in fresh

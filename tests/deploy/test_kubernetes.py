@@ -31,14 +31,14 @@ def _manifest(name: str) -> dict[str, Any]:
 
 
 def _group_manifests(name: str = "worker-group.yaml") -> tuple[dict[str, Any], dict[str, Any]]:
-    """What runs a group of devices, and what scales it."""
+    """Read the manifests of a device group and of its scaler."""
     worker, scaled = yaml.safe_load_all((FOLDER / name).read_text())
     return worker, scaled
 
 
 @pytest.fixture(scope="module", params=[None, "worker-group.yaml", "worker-stages.yaml"], ids=str)
 def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of workers with one device, of groups in a pod, and of groups of pods."""
+    """Return the manifests of single-device workers, of groups in a pod, and of groups of pods."""
     if request.param is not None:
         return _group_manifests(request.param)
     return _manifest("worker.yaml"), _manifest("keda.yaml")
@@ -55,7 +55,7 @@ def scaled(manifests: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _template(worker: dict[str, Any], name: str = "leaderTemplate") -> dict[str, Any]:
-    """Of the worker's pod, or of another one of its group."""
+    """Return the template of the worker's pod, or of another pod of its group."""
     spec = worker["spec"]
     template = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"][name]
     assert isinstance(template, dict)
@@ -96,7 +96,7 @@ def _settings(worker: dict[str, Any]) -> Config:
 
 
 async def _metrics(model: str) -> str:
-    """Of a gateway that has heard of the model's queue."""
+    """Return the metrics of a gateway that knows the model's queue."""
     async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
         status = QueueStatus(
             model=model,
@@ -163,7 +163,7 @@ def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(worker: dict[str, 
     ("name", "model"), [("worker-group.yaml", "large"), ("worker-stages.yaml", "huge")]
 )
 def test_groups_are_scaled_as_single_devices_are(name: str, model: str) -> None:
-    """But for which model it is, and what is scaled."""
+    """The scaler of a group equals that of single devices, except for model and target."""
     worker, group = _group_manifests(name)
     target = group["spec"]["scaleTargetRef"]
     assert target.get("kind", "Deployment") == worker["kind"]
@@ -174,7 +174,8 @@ def test_groups_are_scaled_as_single_devices_are(name: str, model: str) -> None:
 
 
 def test_a_group_of_pods_has_one_for_each_stage() -> None:
-    """Which joins the worker where that one waits, knows what it has to, and outlasts its drain."""
+    """Every other pod of the group joins the worker at its address, has the settings that it needs,
+    and outlasts the worker's drain."""
     worker, _ = _group_manifests("worker-stages.yaml")
     group = worker["spec"]["leaderWorkerTemplate"]
     settings = _settings(worker).worker

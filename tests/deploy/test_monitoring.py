@@ -39,7 +39,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _expressions() -> Iterator[tuple[str, str]]:
-    """Of rules and of panels, with what has them."""
+    """Yield the expressions of rules and panels, each with its owner's name."""
     for rule in _rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
     for name, _, target in targets("prometheus"):

@@ -1,4 +1,4 @@
-"""What is installed owns one name, and nothing in the folder of who starts it gets in its way."""
+"""Installed package: it owns one name, and files in the working directory do not shadow it."""
 
 from __future__ import annotations
 

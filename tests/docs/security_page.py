@@ -23,7 +23,7 @@ def references(statement: str) -> list[tuple[str, str]]:
 
 
 def kept_s() -> dict[tuple[str, str], float]:
-    """How long things are kept, by what says so: a (kind, name), of a ``setting``, a ``stream`` or
+    """Return retention times in seconds by source: a (kind, name) of a ``setting``, a ``stream`` or
     a ``table``."""
     section = TEXT.split(f"\n## {KEPT_HEADING}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]

@@ -33,7 +33,7 @@ def test_each_statement_names_a_test_that_is_there(statement: str) -> None:
 
 
 def test_all_that_is_said_is_in_lists_and_tables() -> None:
-    """Beside headings and the paragraph under the title."""
+    """Headings and the paragraph under the title are the only exceptions."""
     body = TEXT.split("\n## ", 1)[1]
     for block in re.split(r"\n\s*\n", f"## {body}"):
         for part in re.split(r"^(?=- |#|\|)", block.strip(), flags=re.MULTILINE):

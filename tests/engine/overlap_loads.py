@@ -106,14 +106,15 @@ CONFIGS = drawn_settings(_BLOCK_BYTES)
 
 
 class Told(NamedTuple):
-    """What was told of one choice of a request."""
+    """Outputs of one choice of a request."""
 
     token_ids: list[int]
     outputs: list[EngineOutput]
 
     @property
     def ending(self) -> tuple[Any, ...]:
-        """How it ended, or () if it did not."""
+        """Finish reason, error, embedding and prompt logprobs of the choice, or () while it
+        runs."""
         last = self.outputs[-1]
         if not last.finished:
             return ()

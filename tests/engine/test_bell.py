@@ -1,4 +1,4 @@
-"""What wakes the thread that steps."""
+"""Bell that wakes the stepping thread."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def classify(name: str, token_ids: list[int], **changes: Any) -> EngineRequest:
 
 
 def reference(path: Path, token_ids: list[int]) -> torch.Tensor:
-    """As transformers reads the checkpoint."""
+    """Return the logits by transformers from the same checkpoint."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
@@ -85,7 +85,7 @@ def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, Any]) -> No
 
 
 def test_labels_of_a_group_of_ranks_on_devices(tmp_path: Path) -> None:
-    """Their processes start anew, as a user's do."""
+    """The ranks' processes start afresh, as a user's do."""
     check_ranks(tmp_path, pipeline_parallel=2, kernels="reference")
 
 

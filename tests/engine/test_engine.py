@@ -45,7 +45,7 @@ MIXED: list[EngineRequest] = [
 
 @pytest.fixture(scope="module")
 def alone(llama: tuple[Path, Any]) -> dict[str, list[int]]:
-    """Each of ``MIXED`` run by itself."""
+    """Return the tokens of each request of ``MIXED``, run by itself."""
     tokens: dict[str, list[int]] = {}
     engine = Engine.load(llama[0], EngineConfig(num_blocks=128, device="cpu"))
     for item in MIXED:

@@ -1,4 +1,4 @@
-"""What ``LLM`` refuses, with which error, before anything of the call runs."""
+"""Errors of ``LLM`` before any part of a call runs."""
 
 from __future__ import annotations
 

@@ -17,14 +17,15 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
 def _undisturbed(arrivals: list[Arrival]) -> dict[tuple[int, int], Told]:
-    """What each is told by an engine with room for all, that chooses all tokens on the host."""
+    """Return the outputs of an engine with room for all requests, whose host chooses all tokens."""
     world = World(arrivals, {"num_blocks": 512, "chooses": False, "says_finite": False}, **_ROOMY)
     world.run(disturbed=False)
     return dict(world.told)
 
 
 def _agree(world: World, expected: dict[tuple[int, int], Told], *, whole: bool) -> None:
-    """Everybody was told the same; unless it was ``whole``, some were not told the end."""
+    """Assert that all outputs are as expected; unless ``whole``, some choices may lack their
+    end."""
     if whole:
         assert world.told.keys() == expected.keys()
     for key, told in world.told.items():

@@ -143,7 +143,7 @@ def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
 
 
 def alone(runner: ModelRunner, arrivals: list[Arrival]) -> World:
-    """What the same requests get in a pool without bounds and without anything to find."""
+    """Run the same requests in a pool without bounds and without caches."""
     config = resolved(prefix_cache=False, host_cache_bytes=0)
     world = World(Engine(runner, config, monotonic=SteppingClock()))
     world.run([arrival._replace(gap=0, cancel_after=None) for arrival in arrivals])

@@ -53,7 +53,7 @@ def _requests() -> list[EngineRequest]:
 
 
 class _Made:
-    """What an engine made for each request."""
+    """Outputs of an engine for each request."""
 
     def __init__(self, outputs: list[EngineOutput]) -> None:
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)

@@ -50,7 +50,7 @@ def test_what_compilers_need_is_there_when_they_ask_for_it() -> None:
 
 
 def test_ranks_choose_when_to_import_it() -> None:
-    """By then what is to be imported, and what torch finds in the environment, is known."""
+    """A rank imports torch once its modules and its environment are known."""
     module = "millrace.engine.parallel.member"
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Any]]:
-    """What was asked of the hub, which has one adapter."""
+    """Record the downloads from a hub that has one adapter."""
     write_adapter(tmp_path / _COMMIT, read_model_config(checkpoint), rank=3)
     calls: list[dict[str, Any]] = []
 

@@ -114,7 +114,7 @@ def test_it_goes_on_behind_what_another_gave(kind: str, pieces: list[str], at: i
 
 @cache
 def _with_known_rules(pattern: str) -> Tokenizer:
-    """One that splits as well-known ones do, and has no tokens that were added."""
+    """Return a tokenizer that splits by a well-known pattern, without added tokens."""
     trained = byte_level()
     backend = tokenizers.Tokenizer(trained.model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""What generation_config.json recommends counts where a request does not say."""
+"""Sampling defaults of generation_config.json, for fields that a request leaves out."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_generate_draws_as_if_they_had_been_asked_for(path: Path, tmp_path: Path
 
 
 def test_a_job_keeps_what_it_was_accepted_with(path: Path) -> None:
-    """Over the wire and after the model was loaded anew with another recommendation, or none."""
+    """The job keeps its values over the wire, and after a reload of the model with another
+    recommendation or none."""
     job = Job(request_id="r", model="tiny", prompt="mill", sampling=SamplingOptions(top_p=1.0))
     ready = load(path).prepare(job, random.Random(1))
     plain = load(path, "generation_config: ignore").prepare(job, random.Random(1))

@@ -60,7 +60,7 @@ def test_what_begins_an_answer_can_be_left_out(served: ServedModel) -> None:
 
 
 def test_an_answer_goes_on_with_the_last_message(served: ServedModel) -> None:
-    """Its prompt is that of an answer which has said so much already."""
+    """The prompt is that of an answer with this text so far."""
     asked, said = ChatMessage("user", "mill"), ChatMessage("assistant", "race ")
     continued = job(messages=(asked, said), continue_final_message=True)
     ready = served.prepare(continued, random.Random(1))
@@ -200,7 +200,7 @@ def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> N
 
 
 def test_what_a_template_of_a_request_must_not_do(served: ServedModel) -> None:
-    """It is refused for that, with words."""
+    """The template is refused for that reason, with a message."""
     for source in (
         "{{ 'a' * 10**15 }}",
         "{{ messages[0].content * 10**15 }}",

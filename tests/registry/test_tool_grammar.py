@@ -122,7 +122,7 @@ def grammar(
 
 
 def drawn(made: Grammar, seed: int, max_tokens: int = 9_000) -> str:
-    """What a model says that takes any of the tokens that it may."""
+    """Return a text by a model that draws any allowed token."""
     tokenizer = demo().tokenizer
     matcher = library().compile(made)
     source = random.Random(seed)
@@ -138,7 +138,7 @@ def drawn(made: Grammar, seed: int, max_tokens: int = 9_000) -> str:
 
 
 def accepts(made: Grammar, text: str) -> bool:
-    """Whether a completion may begin so."""
+    """Return whether a completion may begin with ``text``."""
     matcher = library().compile(made)
     try:
         matcher.accept(demo().tokenizer.encode(text, add_special_tokens=False))

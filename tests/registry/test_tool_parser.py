@@ -87,7 +87,7 @@ formats = st.sampled_from(list(ToolFormat))
 
 
 class Read:
-    """What has come of a text, with pieces of the same kind joined."""
+    """Pieces of a parsed text, with pieces of the same kind joined."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.content = ""

@@ -16,7 +16,8 @@ _ROOT_CONFTEST = "tests.conftest"  # every test runs in what it and its imports 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Why a test file was chosen. ``distance`` counts the imports between the change and it."""
+    """Chosen test file with its reason. ``distance`` counts the imports between the change and the
+    file."""
 
     reason: str
     distance: int

@@ -59,8 +59,8 @@ def _tell_coverage(node_id: str) -> None:
 
 
 class _Run:
-    """One run of the tests, in each of its processes. The first process of pytest-xdist runs no
-    test: it decides once, and gathers what the others measured."""
+    """Run of the tests, in each of its processes. The first process of pytest-xdist runs no test:
+    it decides once, and gathers the measurements of the others."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -96,8 +96,8 @@ def _rows(file: Path) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _statement_lines(text: str) -> dict[int, int]:
-    """For each line of a file, the first line of the innermost statement around it: the line that
-    coverage records."""
+    """Map each line of a file to the line that coverage records: the first line of the innermost
+    statement around it."""
     first: dict[int, int] = {}
     for node in ast.walk(ast.parse(text)):  # outer statements come before inner ones
         if isinstance(node, ast.stmt):
@@ -239,7 +239,7 @@ def try_mutations(executed: Executed, number: int, newest: str, seed: int, most_
 
 
 def _failing(mutation: Mutation, tests: list[str]) -> list[str]:
-    """Those of the tests that fail with the mutation."""
+    """Return the tests that fail with the mutation."""
     file = ROOT / mutation.path
     original = file.read_bytes()
     file.write_bytes(original[: mutation.begin] + mutation.text.encode() + original[mutation.end :])

@@ -38,7 +38,7 @@ def failed_tests(cache: Path) -> list[str] | None:
 
 
 def passes_alone(node_id: str) -> bool:
-    """Whether the test passes in a process of its own."""
+    """Return whether the test passes in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", node_id]
     return subprocess.run(command, check=False).returncode == pytest.ExitCode.OK
 

@@ -1,8 +1,9 @@
-"""Which tests share a process when several run them, and which begin first.
+"""Assignment of tests to processes, and the order in which tests begin.
 
 A file's tests stay together, since its fixtures are made once for each process. Tests of whole
 systems stay together too: they share one system, and two of them at a time would be too many for a
-small machine. Where each test of a file is long and needs nothing of the others, each goes alone.
+small machine. Files of long tests without shared fixtures are split: each of their tests goes
+alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests of the slow tier a run takes.
+"""Choice of the slow tier's tests for a run.
 
 The fast tier is every test without the marker ``slow``. `make test` takes the fast tier, slow tests
 in the import closure of the change, and a tenth of the other slow tests, which differs from commit
@@ -49,13 +49,13 @@ class SlowShare:
 
 
 def share_of(node_id: str) -> int:
-    """Which of the ten shares a slow test belongs to: the same on every machine."""
+    """Return a slow test's share, one of ten, which is the same on every machine."""
     return int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % SHARES
 
 
 def slow_reason(item: pytest.Item) -> str | None:
-    """Why a test is in the slow tier; None for a fast one. Raises UsageError if a marker has no
-    reason."""
+    """Return the reason why a test is in the slow tier, or None for a fast test. Raise UsageError
+    if a marker has no reason."""
     marker = item.get_closest_marker("slow")
     if marker is None:
         return None

@@ -1,4 +1,4 @@
-"""Since when conditions hold, and when that is an alert."""
+"""Start times of conditions, and the alerts that they become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several pieces of work come to."""
+"""Outcomes of several pieces of work."""
 
 from __future__ import annotations
 

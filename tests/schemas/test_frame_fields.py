@@ -161,7 +161,7 @@ def _least(kind: type[msgspec.Struct]) -> Any:
 
 
 def test_every_fact_is_made_and_read() -> None:
-    """Each field is named where frames are made, and read where they are shown."""
+    """Every field is named where frames are made, and read where they are shown."""
     made: set[str] = set()
     for path in python_files("workers", "scheduler"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What a notice looks like in a header, and how many an answer may have."""
+"""Notices as header fields, and their number in an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the code is laid out: no import runs in a circle, and every package has a docstring."""
+"""Structure of the code: no import runs in a circle, and every package has a docstring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(source: str, modules: set[str]) -> set[str]:
-    """Those of ``modules`` that a file imports anywhere, be it for type checkers only."""
+    """Return the ``modules`` that a file imports anywhere, even for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

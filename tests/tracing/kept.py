@@ -15,7 +15,7 @@ class KeptSpans:
         self.spans.append(span)
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no span is under way."""
 
     @property
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a span belongs: W3C Trace Context, ids that are derived, and what is recorded."""
+"""Context of a span: W3C Trace Context, derived ids, and the decision to record."""
 
 from __future__ import annotations
 

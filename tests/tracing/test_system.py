@@ -1,4 +1,4 @@
-"""One trace for a request across all parts of a running system, whatever dies under it."""
+"""Trace of a request across all parts of a running system, also when a part dies."""
 
 from __future__ import annotations
 

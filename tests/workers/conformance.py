@@ -1,4 +1,4 @@
-"""What every engine has to keep, whoever wrote it: the promises of ``workers.engine_like``.
+"""Conformance suite of every engine: the promises of ``workers.engine_like``.
 
 A subclass names its ``kind``; the module-scoped fixture ``engine`` beside it yields a running
 engine of it, inside of ``running``, which checks what holds at the end.
@@ -53,7 +53,7 @@ _REFUSED: dict[str, Any] = {
 
 
 class Heard:
-    """What an engine said."""
+    """Recorder of an engine's reports."""
 
     def __init__(self, engine: EngineLike) -> None:
         self.outputs: list[EngineOutput] = []
@@ -71,15 +71,15 @@ class Heard:
         self._news.set()
 
     def of(self, request_id: str) -> list[EngineOutput]:
-        """What was made of a request, in order."""
+        """Return the outputs of a request, in order."""
         return [output for output in self.outputs if output.request_id == request_id]
 
     def tokens(self, request_id: str) -> list[int]:
-        """Its tokens, in order."""
+        """Return the tokens of a request, in order."""
         return [token for output in self.of(request_id) for token in output.token_ids]
 
     def end(self, request_id: str) -> EngineOutput | None:
-        """Its last output, if it is over."""
+        """Return the last output of a request, or None while it runs."""
         ends = [output for output in self.of(request_id) if output.finished]
         assert len(ends) <= 1
         assert not ends or self.of(request_id)[-1] is ends[0]

@@ -70,7 +70,7 @@ def served_model(path: Path) -> ServedModel:
 
 
 def line_of(job: Job) -> TenantQueue:
-    """Where the job waits, which a gateway has published."""
+    """Return the tenant queue of a job that a gateway has published."""
     return TenantQueue.of(job, reserved=True)
 
 
@@ -112,7 +112,7 @@ class ScriptedEngine(EngineLike):
             asyncio.get_running_loop().call_soon(self.tell, request_id)
 
     def tell(self, request_id: str, *, over: bool = True) -> None:
-        """What a request took."""
+        """Report the device time of a request."""
         time = DeviceTime(request_id, 0, self.took_us.get(request_id, 0.0), over)
         self.on_device_times([time])
 
@@ -126,7 +126,7 @@ class ScriptedEngine(EngineLike):
         self._closed.set_result(why)
 
     def step(self, *outputs: EngineOutput, **stats: Any) -> None:
-        """One step that made ``outputs``."""
+        """Report a step with these outputs."""
         steps = self.stats.num_steps + 1
         self.stats = msgspec.structs.replace(self.stats, num_steps=steps, **stats)
         self.started.update(output.request_id for output in outputs)
@@ -135,7 +135,7 @@ class ScriptedEngine(EngineLike):
     def emit(
         self, engine_id: str, token_ids: Sequence[int] = (), finish: FinishReason | None = None
     ) -> None:
-        """One step with new tokens of one request."""
+        """Report a step with new tokens of one request."""
         self.step(
             EngineOutput(
                 request_id=engine_id,
@@ -164,7 +164,7 @@ class RecordingIndex:
         self._write(request_id, worker_id, epoch, finished=True)
 
     async def drop(self, request_id: str, worker_id: str) -> None:
-        """Nobody asks for leases here."""
+        """Do nothing: leases are not asked for here."""
 
     async def lookup(self, request_id: str) -> GenerationEntry | None:
         return None if self.away else self.known.get(request_id)
@@ -190,8 +190,8 @@ class RecordingSettlements(Settlements):
 
 
 class Bench:
-    """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
-    now; with ``no_restart`` set no other can be started, and that says why."""
+    """Worker with all its surroundings that a test looks at. ``engine`` is the running engine;
+    ``no_restart``, if set, is the reason why no other engine can be started."""
 
     def __init__(
         self,

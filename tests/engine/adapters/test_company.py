@@ -1,4 +1,4 @@
-"""By the compiled kernels a row with an adapter, or without, is the same in every company."""
+"""Batch invariance of the compiled kernels, for rows with and without an adapter."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def beams(request_id: str, prompt_ids: list[int], **params: Any) -> EngineReques
 
 
 def answers(outputs: list[EngineOutput], request_id: str = "r") -> list[Found]:
-    """What was found for a request, in the order of its choices; all with one step."""
+    """Return a request's answers in the order of its choices; one step must report them all."""
     last = [o for o in outputs if o.request_id == request_id and o.finished]
     assert [output.choice for output in last] == list(range(len(last)))
     places = [outputs.index(output) for output in last]
@@ -225,7 +225,6 @@ def test_a_prompt_that_is_cached_gives_the_same_answers(
 
 
 def test_what_a_search_says_while_it_runs(make_engine: MakeEngine) -> None:
-    """That it was admitted, that the first tokens were chosen, and its answers."""
     engine = make_engine(max_batch_tokens=16)
     engine.add(beams("r", prompt(3, 20), n=2, max_tokens=3))
     assert [(o.started, o.finished) for o in engine.step()] == [(True, False)]
@@ -303,7 +302,7 @@ def test_a_beam_that_fails_ends_its_search_only(
 def test_nothing_of_a_poisoned_beam_stays_in_the_cache(
     make_engine: MakeEngine, llama: tuple[Path, Any], best: int
 ) -> None:
-    """Whichever of the beams it is: who gets its blocks next must not find it there."""
+    """Blocks of a poisoned beam are clean for their next owner, whichever beam was poisoned."""
     engine = make_engine(num_blocks=16)
     ids = prompt(3, 40)
     second_tokens = [tokens[1] for tokens, _, _ in reference(llama[1], ids, max_tokens=2)]
@@ -345,10 +344,10 @@ def ending_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_transformers_finds_the_same(
     make_engine: MakeEngine, ending_llama: tuple[Path, Any], length_penalty: float
 ) -> None:
-    """Without an end of sequence both are the same method. With one they differ: transformers lets
-    only those of the ``num_beams`` likeliest extensions of a step end, we (and vLLM) all that are
-    among the candidates, so that its answers have no better scores than ours; and unless
-    ``early_stopping`` is "never" it guesses that nothing better will come, which we prove."""
+    """The methods are equal without an end of sequence. With one, transformers ends only extensions
+    among the ``num_beams`` likeliest of a step; we (and vLLM) end all that are among the
+    candidates, so that its answers score no better than ours. Unless ``early_stopping`` is "never",
+    transformers guesses that no better answer can come, which we prove."""
     model, ids = ending_llama[1], prompt(3, 30)
     settings = {
         "num_beams": 4,
@@ -392,7 +391,7 @@ def test_a_search_is_over_before_its_last_token_if_nothing_better_can_come(
 
 
 def test_engines_of_both_kinds_agree(llama: tuple[Path, Any], make_engine: MakeEngine) -> None:
-    """With steps that overlap, beams are the host's to choose, and others' tokens the device's."""
+    """The host chooses beams and the device chooses other requests' tokens, if steps overlap."""
     overlapping: Engine = make_engine(kernels="reference", overlap=True)
     ids = prompt(3, 35)
     overlapping.add(request("other", prompt(1, 30), max_tokens=25))
@@ -408,8 +407,7 @@ def test_engines_of_both_kinds_agree(llama: tuple[Path, Any], make_engine: MakeE
 
 
 def test_searches_run_whole_or_wait(make_engine: MakeEngine, llama: tuple[Path, Any]) -> None:
-    """Of many only as many run at a time as have slots for all their beams, so that none waits for
-    beams that do not fit; smaller requests do not take these slots either."""
+    """A search runs only with slots for all its beams; smaller requests do not take these slots."""
     engine = make_engine(max_num_sequences=10)
     asked = {f"r{number}": prompt(number, 20) for number in range(5)}
     for name, ids in asked.items():

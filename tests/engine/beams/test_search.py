@@ -1,4 +1,4 @@
-"""Which beams a search keeps: the same as one that looks at everything until the last token."""
+"""Beam selection of a search, compared with a search that never ends early."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_ending_early_changes_no_answer(
 
 
 def test_a_search_is_over_when_nothing_better_can_come() -> None:
-    """Its answer is nearly certain, and what is left of the beams is not."""
+    """A search ends as soon as its answer is likelier than any answer of the remaining beams."""
     certain = [-9.0] * VOCAB_SIZE
     certain[0] = -0.001
     search = search_of(50, n=1)
@@ -117,7 +117,7 @@ def test_a_search_is_over_when_nothing_better_can_come() -> None:
 
 
 def test_a_longer_answer_is_waited_for_if_length_is_rewarded() -> None:
-    """Each token costs about the same, and so does a mean of them."""
+    """The log-probabilities of all tokens are about equal, and so are their means."""
     even = [-1.9, -9.0, *[-2.0] * (VOCAB_SIZE - 2)]
     search = search_of(12, n=1, length_penalty=3.0)
     assert run(search, lambda _: even) == 12

@@ -42,7 +42,7 @@ def load_engine(path: Path, **config: Any) -> Engine:
 
 
 def helper_processes() -> list[psutil.Process]:
-    """Those in which this process has grammars tried out."""
+    """Return the helper processes in which this process tries grammars."""
     return [
         child
         for child in psutil.Process().children()
@@ -71,7 +71,7 @@ def ask(request_id: str, grammar: Grammar | None, **params: Any) -> EngineReques
 
 
 class Told:
-    """What an engine has said about its requests, by request id and choice."""
+    """Outputs of an engine, by request id and choice."""
 
     def __init__(self, outputs: list[EngineOutput], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

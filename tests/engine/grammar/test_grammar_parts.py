@@ -78,7 +78,8 @@ def sequence(request_id: str, grammar: Grammar, **params: Any) -> Sequence:
 
 
 def test_a_text_without_alternatives_is_spelled_out(tokenizer: Tokenizer) -> None:
-    """Whatever the tokenizer does at the beginning of a text: this one begins within another."""
+    """The tokenizer's treatment of a text's beginning does not matter: this text begins within
+    another."""
     text = "the stream leads onto a mill"
     library = GrammarLibrary(tokenizer, tokenizer.vocab_size + 45)
     matcher = library.compile(ebnf(f'start: "{text}"'))

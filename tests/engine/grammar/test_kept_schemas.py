@@ -1,4 +1,5 @@
-"""Whatever a schema's grammar admits fits the schema: what cannot be kept is refused."""
+"""Schemas and their grammars: an admitted text fits the schema, and unsupported keywords are
+refused."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def test_thoughts_are_ended_without_a_grammar(engine: Engine, tokenizer: Tokeniz
 
 
 def test_thoughts_that_the_model_begins_itself(engine: Engine, tokenizer: Tokenizer) -> None:
-    """It is free to, where a token of its own begins them; otherwise the grammar holds at once."""
+    """A model may begin thoughts itself if a single token begins them; otherwise the grammar holds
+    at once."""
     start = tokenizer.encode("<think>", add_special_tokens=False)
     bias = {start[0]: 100.0} if len(start) == 1 else {}
     request = limited("r", regex("[a-c]{3}"), 5, reasoning=ReasoningFormat(), logit_bias=bias)

@@ -27,7 +27,7 @@ _SCHEMA = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 2, "m
 
 @pytest.mark.parametrize("settings", [{}, {"kernels": "reference"}], ids=str)
 def test_a_grammar_holds_beside_a_step_of_others(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Who have none, or another."""
+    """Other requests of the step have no grammar, or another one."""
     tokenizer = Tokenizer.load(save_checkpoint(tmp_path))
     engine = load_engine(
         tmp_path, pipeline_parallel=2, num_threads=1, max_num_sequences=8, **settings

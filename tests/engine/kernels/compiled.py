@@ -25,7 +25,7 @@ def compiled(dtype: torch.dtype) -> CpuKernels:
 
 
 def compiled_products(flags: tuple[str, ...]) -> CpuProducts:
-    """Those of one of ``BUILDS``. Skips the test without a compiler."""
+    """Return the products of one of ``BUILDS``. Skip the test without a compiler."""
     try:
         return CpuProducts(products_library(*flags) if flags else cpu_library())
     except KernelBuildError as error:

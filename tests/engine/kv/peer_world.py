@@ -111,7 +111,7 @@ def ask(engine: Engine, asked: EngineRequest | None = None) -> list[int]:
 
 
 def rest(engine: Engine) -> None:
-    """Until nothing is on its way."""
+    """Wait until the engine has no transfer in flight."""
     until_s = time.monotonic() + _WITHIN_S
     while engine.rest() is not None:
         engine._bell.wait(1.0)

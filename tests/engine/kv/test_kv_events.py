@@ -29,7 +29,7 @@ def kept_by(engine: Engine) -> set[bytes]:
 
 
 class Mirror:
-    """What somebody believes who hears of all changes."""
+    """Keys of a prefix cache, as known to a listener to all changes."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, None] = {}

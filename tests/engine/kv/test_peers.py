@@ -66,7 +66,7 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
 
 @pytest.fixture(scope="module")
 def exact_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that the compiled kernels compute."""
+    """Save a checkpoint that the compiled kernels compute."""
     path = tmp_path_factory.mktemp("exact")
     save_llama(
         path,
@@ -190,7 +190,7 @@ def test_nothing_to_pull_ahead_is_over_at_once_and_a_peer_that_is_gone_soon(worl
 
 
 def test_a_cache_that_nobody_may_map_is_read_by_way_of_host_memory(world: World) -> None:
-    """As that of a GPU."""
+    """The cache of a GPU is one that a peer cannot map."""
     peer, engine = world.start(lends_cache=False), world.start()
     assert peer._runner.cache.pages is None
     expected = ask(peer)

@@ -59,7 +59,8 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 @st.composite
 def _windows(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
-    """From none over narrower than a block, a chunk or the prompt to wider than all tokens."""
+    """Draw windows: none, narrower than a block, a chunk or the prompt, or wider than all
+    tokens."""
     window = draw(st.none() | st.integers(1, 70) | st.just(_MAX_POSITIONS))
     if family not in _SWITCHED:
         return {"sliding_window": window}

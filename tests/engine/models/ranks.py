@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _Meeting:
-    """Where threads exchange numbers."""
+    """Meeting point at which threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
@@ -65,7 +65,8 @@ class ThreadCollectives:
 
 
 def on_ranks(size: int, compute: Callable[[ThreadCollectives], ResultT]) -> list[ResultT]:
-    """What ``compute`` returns on each rank. Raises what the first rank that failed raised."""
+    """Return the result of ``compute`` on each rank. Raise the error of the first rank that
+    failed."""
     meeting = _Meeting(size)
 
     def of_rank(rank: int) -> ResultT:

@@ -1,4 +1,4 @@
-"""Whatever tensor of a checkpoint is missing, cut, misshapen or too many, it is named."""
+"""Damaged checkpoints: the error names a missing, cut, misshapen or superfluous tensor."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_tensor_too_many(copy: Callable[[], Path], data: st.DataObject) -> Non
 
 
 def test_the_files_are_whole(whole: Path) -> None:
-    """What the properties start from has every tensor in some file."""
+    """The undamaged checkpoint of the property tests has every tensor in some file."""
     names = set()
     for file in whole.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:

@@ -35,7 +35,7 @@ def completion(path: Path) -> list[int]:
 
 
 def reference_completion(path: Path) -> list[int]:
-    """What transformers makes of the same folder, greedy."""
+    """Return the greedy completion by transformers, from the same folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     token_ids = list(PROMPT)
     for _ in range(NUM_TOKENS):

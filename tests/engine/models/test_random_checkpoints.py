@@ -83,8 +83,8 @@ def check_logits(model: Any, path: Path, token_ids: list[int], cuts: list[int]) 
 
 
 def check_greedy(model: Any, prompt_ids: list[int], tokens: list[int]) -> None:
-    """Each token is transformers' choice behind those before it; or one that ties with it, where
-    the likelihoods differ by no more than the logits may."""
+    """Assert that each token is transformers' choice after the tokens before it, or ties with that
+    choice within the tolerance of the logits."""
     assert len(tokens) == NUM_TOKENS_OUT
     rows = theirs(model, prompt_ids + tokens[:-1], len(prompt_ids))
     short = rows.amax(-1) - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]

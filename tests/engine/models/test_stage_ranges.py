@@ -1,4 +1,4 @@
-"""Which layers each stage has, and which models do not have as many."""
+"""Layers of each stage, and models with too few layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stages_of(num_stages: int, rank: int = 0, size: int = 1) -> list[Shard]:
 
 
 def loads_of(config: ModelConfig, ends: tuple[int, ...]) -> list[int]:
-    """What stages that end there weigh, the heaviest first."""
+    """Return the number of weights of stages with these ends, largest first."""
     weights = layer_weights(config)
     loads = [sum(weights[begin:end]) for begin, end in pairwise((0, *ends))]
     loads[-1] += config.vocab_size * config.hidden_size * config.has_head

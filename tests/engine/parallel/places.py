@@ -1,4 +1,4 @@
-"""Where ranks that are threads of a test meet."""
+"""Meeting points of ranks that are threads of a test."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_ranks_are_as_many_as_hear_one(llama: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    """By rank 0, which finds what the others do."""
+    """Rank 0 finds the same error as the other ranks, and names the checkpoint."""
     save_model(tmp_path, "Qwen3Moe", **MOE)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_be_loaded_says_why(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And rank 0 does not wait for it in the middle of its own loading."""
+    """Rank 0 does not wait for the other rank in the middle of its own loading."""
 
     def elsewhere(path: str, rank: int, **rest: Any) -> JoinDevices:
         return JoinDevices(path="/nowhere" if rank else path, rank=rank, **rest)

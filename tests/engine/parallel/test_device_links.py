@@ -1,4 +1,4 @@
-"""What goes from stage to stage of devices, by Gloo as on a CPU: ranks are threads here."""
+"""Links between stages of devices, over Gloo as on a CPU: ranks are threads here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Told = Queue[tuple[str, int] | None]
 def met(
     places: Places, num_stages: int, size: int = 1, timeout_s: float = 30.0
 ) -> list[list[StageLinks]]:
-    """By stage and rank."""
+    """Return the links of all ranks, by stage and rank."""
 
     def meet(number: int) -> StageLinks:
         stage, rank = divmod(number, size)
@@ -37,7 +37,8 @@ def met(
 
 
 def _lead(links: StageLinks, others: list[Told]) -> list[tuple[float, float]]:
-    """What rank 0 does with the steps; the results of each, and of every other one its rows."""
+    """Play rank 0: send steps, and return the results of each step and the rows of every other
+    one."""
     hidden, result = torch.empty(NUM_NUMBERS), torch.empty(NUM_NUMBERS)
     read: list[tuple[float, float]] = []
 
@@ -84,7 +85,7 @@ def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_two_steps_at_a_time_go_through_all_stages(places: Places, num_stages: int) -> None:
-    """And nobody waits for ever, though nobody takes what has no room yet."""
+    """No stage waits forever, although no stage takes a step for which it has no room yet."""
     [first], *others = met(places, num_stages)
     told: list[Told] = [Queue() for _ in others]
     with ThreadPoolExecutor(num_stages) as pool:

@@ -1,4 +1,4 @@
-"""What ranks on devices exchange, by Gloo as on a CPU: ranks are threads here."""
+"""Exchanges of ranks on devices, over Gloo as on a CPU: ranks are threads here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sums_of_many_ranks_are_rounded_once_in_whatever_order(places: Places) -
 
 @pytest.mark.parametrize("vocab_size", [96, 91, 203])
 def test_columns_of_all_ranks_come_together_on_rank_0(places: Places, vocab_size: int) -> None:
-    """Of the last one there may be fewer."""
+    """The last rank may have fewer columns."""
     ranks = met(places, 3)
     whole = torch.randn(4, vocab_size)
 

@@ -163,8 +163,8 @@ def _check_counted(
     num_layers: int,
     settings: dict[str, Any],
 ) -> None:
-    """What ranks with memory in common exchanged, and how often experts were chosen: of a pipeline
-    in the layers of the first stage."""
+    """Check the counts of exchanges over shared memory and of chosen experts; a pipeline counts the
+    experts of the first stage's layers."""
     is_counted = settings.get("collectives") != "gloo" and "pipeline_parallel" not in settings
     assert (group.num_exchanges > 0) == (group.num_exchanged_bytes > 0)
     if is_counted:
@@ -185,7 +185,7 @@ def _of(one: EngineRequest, outputs: list[EngineOutput]) -> list[EngineOutput]:
 
 
 def _tokens(outputs: list[EngineOutput]) -> dict[tuple[str, int], list[int]]:
-    """By request and choice."""
+    """Collect tokens by request and choice."""
     tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for output in outputs:
         tokens[output.request_id, output.choice] += output.token_ids
@@ -204,7 +204,7 @@ def _tokens(outputs: list[EngineOutput]) -> dict[tuple[str, int], list[int]]:
 def test_a_stream_of_a_group_is_the_same_alone_and_in_company(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """In bfloat16, where a step is one call on every rank; tokens are proposed, too."""
+    """A bfloat16 step is one call on every rank; tokens are proposed, too."""
     save_model(tmp_path, "Llama", **SHAPE, stored_dtype=torch.bfloat16)
     engine = load(tmp_path, 2, dtype="bfloat16", kernels="native", **settings)
     assert engine._runner.is_row_exact

@@ -1,4 +1,4 @@
-"""What rank 0 of several devices says to the others, and the way that it goes."""
+"""Messages of rank 0 to the ranks on other devices, and their transport."""
 
 from __future__ import annotations
 

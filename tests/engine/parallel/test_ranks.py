@@ -1,5 +1,5 @@
-"""What ranks exchange, the same by shared memory and by Gloo: ranks are threads here, as neither
-holds Python's lock while it waits."""
+"""Exchanges of ranks, the same over shared memory and over Gloo: ranks are threads here, as neither
+transport holds Python's lock while it waits."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_group_that_was_ended_says_why(group: list[Ranks]) -> None:
 
 
 class TestSharedMemory:
-    """What Gloo leaves to its sockets."""
+    """Shared memory's own duties, which Gloo leaves to its sockets."""
 
     @settings(max_examples=30, deadline=None)
     @given(

@@ -19,7 +19,7 @@ PART_BYTES = 256
 
 
 def ends(shape: LinkShape, timeout_s: float = TIMEOUT_S) -> tuple[list[StageLink], list[StageLink]]:
-    """Those of the writers and of the readers."""
+    """Return the links of the writers and of the readers."""
     fd = link_memory(shape)
 
     def make(index: int) -> StageLink:
@@ -97,7 +97,8 @@ def _write(writer: StageLink, _: StageLink) -> None:
 def test_who_waits_is_told_that_the_link_has_ended(
     wait: Callable[[StageLink, StageLink], None], waiting: int, is_own: bool
 ) -> None:
-    """Why, by the end that it waits at; that it has ended, by the one of another process."""
+    """A waiter at the aborted end learns the reason; one in another process learns only of the
+    end."""
     [writer], [reader] = ends(LinkShape(1, 1, 1, PART_BYTES))
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(wait, writer, reader)

@@ -1,4 +1,4 @@
-"""What rank 0 says to the others is what they hear."""
+"""Wire format of messages from rank 0: the other ranks read what rank 0 wrote."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def random_weight(
 
 
 def exact_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
-    """In float64, of rows that are rounded as the weight asks."""
+    """Compute the product in float64, with rows rounded as the weight asks."""
     rounded = rows if weight.order is None else rows[:, weight.order]
     rounded = weight.rounding(rounded.double().float())
     in_order = QuantizedWeight(

@@ -72,7 +72,7 @@ def test_an_engine_computes_with_the_rounded_weights(
 
 
 def test_tritons_kernels_give_the_same_as_those_of_torch(tmp_path: Path) -> None:
-    """One layer and few tokens: the interpreter is slow."""
+    """The model has one layer and few tokens, since the interpreter is slow."""
     save_llama(tmp_path, num_hidden_layers=1, hidden_size=96, intermediate_size=64)
     settings = EngineConfig(
         device="cpu",

@@ -1,4 +1,4 @@
-"""Whatever of a quantized module is missing or cannot be, its tensor is named."""
+"""Damaged quantized modules: the error names a missing or invalid tensor."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_damaged_tensor_is_named(
 
 
 def test_a_missing_scale_of_blocks_is_missed(whole: dict[str, Path], tmp_path: Path) -> None:
-    """Under the name that most formats have for it."""
+    """The error has the name that most formats give the scale."""
     tensors = load_file(whole["fp8"] / "model.safetensors")
     del tensors[f"{MODULE}.weight_scale_inv"]
     (tmp_path / "config.json").write_text((whole["fp8"] / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Each format of quantized checkpoints, against the weights that it stands for."""
+"""Formats of quantized checkpoints, compared with the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def our_logits(path: Path) -> torch.Tensor:
 
 
 def differs(path: Path, model: Any) -> float:
-    """By how much of the largest logit."""
+    """Return the largest difference of logits, as a share of the largest logit."""
     theirs = reference_logits(model, PROMPT)[-1]
     return float((our_logits(path) - theirs).abs().max() / theirs.abs().max())
 
@@ -204,7 +204,7 @@ def test_biases_stay(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_the_library_saved(tmp_path: Path, group: dict[str, Any]) -> None:
-    """Against what it computes itself."""
+    """The logits are those that the library itself computes."""
     model = save_model(tmp_path / "wide", "Llama", **SIZES)
     save_compressed(tmp_path, model, fields_of(group))
     assert differs(tmp_path, wide_model(tmp_path)) >= 1e-2

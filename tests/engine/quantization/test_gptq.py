@@ -65,8 +65,8 @@ def plainly(weight: torch.Tensor, hessian: torch.Tensor, size: int) -> torch.Ten
 
 
 def test_it_is_what_the_paper_says() -> None:
-    """Over several blocks and groups; a tie that falls otherwise in float32 moves what is behind
-    it, so not every last value is the same."""
+    """The weight has several blocks and groups. A tie that falls otherwise in float32 moves later
+    values, so that not every last value is the same."""
     weight, rows = drawn(6, 192), correlated(1024, 192)
     hessian = rows.t() @ rows
     expected = plainly(weight, hessian, 64)

@@ -138,7 +138,7 @@ def test_scales_are_in_the_dtype_of_the_checkpoint(tmp_path: Path, dtype: torch.
 
 
 def widened(folder: Path) -> dict[str, torch.Tensor]:
-    """What the library makes of each module that is quantized."""
+    """Decompress each quantized module with the library."""
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     groups = said["config_groups"].values()
     compressor = BaseCompressor.get_value_from_registry(said["format"])
@@ -160,7 +160,7 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def scheme_of(module: str, groups: Iterable[dict[str, Any]]) -> QuantizationScheme:
-    """That of the one group whose targets a module matches."""
+    """Return the scheme of the one group whose targets match a module."""
     (group,) = (
         group
         for group in groups
@@ -262,7 +262,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(error: type[Exception], match: str, source: Path, output: Path, **options: Any) -> None:
-    """Nothing is left of what was begun."""
+    """Assert that making the checkpoint raises the error and leaves no files."""
     before = set(output.parent.iterdir())
     with pytest.raises(error, match=match):
         made(source, output, options.pop("scheme", QuantizerScheme.W4A16), **options)

@@ -72,7 +72,7 @@ def wide_model(path: Path) -> Any:
 
 
 def compressed(scheme: dict[str, Any]) -> Writer:
-    """By the library itself, with scales from the least and greatest weights."""
+    """Return a writer by the library itself, with scales from the least and greatest weights."""
     whole = QuantizationScheme(targets=["Linear"], **scheme)
     assert whole.weights is not None
     assert whole.format is not None
@@ -123,7 +123,7 @@ def _ranges(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def float8(block: int | None, *, per_channel: bool = False, static: bool = False) -> Writer:
-    """As checkpoints of ``quant_method`` fp8 are."""
+    """Return a writer of checkpoints of ``quant_method`` fp8."""
 
     def write(weight: torch.Tensor) -> Written:
         rows, columns = weight.shape
@@ -182,7 +182,7 @@ def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
 
 
 def awq(group_size: int) -> Writer:
-    """As AutoAWQ's version gemm is."""
+    """Return a writer of checkpoints of AutoAWQ's version gemm."""
 
     def write(weight: torch.Tensor) -> Written:
         size = weight.shape[1] if group_size == -1 else group_size
@@ -201,7 +201,7 @@ def awq(group_size: int) -> Writer:
 def gptq(
     bits: int, group_size: int, *, sym: bool = True, shuffled: bool = False, v2: bool = False
 ) -> Writer:
-    """As GPTQModel's checkpoints are."""
+    """Return a writer of GPTQModel's checkpoints."""
 
     def write(weight: torch.Tensor) -> Written:
         inputs = weight.shape[1]

@@ -43,7 +43,8 @@ def processed(
 
 
 def distribution(logits: Row, sampling: SamplingParams) -> Row:
-    """What tokens are drawn with: temperature, top-k, top-p, min-p, typical, in that order."""
+    """Return the distribution of draws: temperature, top-k, top-p, min-p, typical, in that
+    order."""
     scaled = (logits - logits.max()) / sampling.temperature
     weights = np.exp(scaled)
     if 0 < sampling.top_k < len(weights):

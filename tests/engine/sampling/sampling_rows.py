@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: Rows[Sequence], masks: torch.Tensor | None = None) -> Drawn:
-    """One token a row by a sampler of its own; ``logits``: [num_rows, vocab_size]."""
+    """Sample one token a row by a new sampler; ``logits``: [num_rows, vocab_size]."""
     sampler = Sampler(logits.shape[1], logits.device)
     for sequence in rows:
         sampler.add(sequence)

@@ -69,7 +69,7 @@ def test_they_are_those_of_the_model_in_any_chunks(
 
 
 def test_a_token_as_likely_as_all_others_ranks_first(tmp_path: Path) -> None:
-    """As many as are likelier count, and none is."""
+    """A rank counts the likelier tokens, and there are none."""
     model = save_llama(tmp_path)
     with torch.no_grad():
         model.model.norm.weight.zero_()

@@ -1,4 +1,4 @@
-"""What is drawn: the right distribution, the same draw in any company."""
+"""Draws of the sampler: their distribution, and their batch invariance."""
 
 from __future__ import annotations
 

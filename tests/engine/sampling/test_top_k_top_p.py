@@ -1,4 +1,4 @@
-"""Which tokens stay: those that the definitions keep, and that transformers keeps."""
+"""Tokens that top-k and top-p keep, by the definitions and by transformers."""
 
 from __future__ import annotations
 

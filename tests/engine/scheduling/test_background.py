@@ -67,8 +67,8 @@ def test_an_arrival_begins_though_those_who_run_are_short_of_blocks_in_each_step
 
 
 def test_an_arrival_begins_though_somebody_ends_in_each_step() -> None:
-    """Where steps overlap, who has its last token made leaves one step later; what it leaves is
-    waited for if it is enough."""
+    """A sequence leaves one step after its last token is made, if steps overlap; the arrival waits
+    for its slot and blocks if these are enough."""
     planner = make_planner(num_blocks=52, max_num_sequences=5)
     _fill(planner, 5, num_prompt_tokens=30, max_tokens=60)
     assert len(planner.running) == 5

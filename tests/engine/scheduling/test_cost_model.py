@@ -1,4 +1,4 @@
-"""What a step takes is learnt from steps, in spite of noise, outliers and dull loads."""
+"""Cost model of a step, learnt in spite of noise, outliers and dull loads."""
 
 from __future__ import annotations
 

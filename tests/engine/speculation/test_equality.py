@@ -1,4 +1,4 @@
-"""Whatever is proposed, and whatever happens around it, every token and bit is as without."""
+"""Equality of every token and bit with and without speculation, for any proposals and faults."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_is_found_changes_nothing(
 
 
 def test_a_request_goes_on_behind_any_of_its_tokens(checkpoint: Path, known: Answers) -> None:
-    """As after a failover, onto an engine with proposals or without."""
+    """The request resumes as after a failover, on an engine with proposals or without."""
     generator = random.Random(1)
     for speculation in ("off", "ngram"):
         requests = [

@@ -60,7 +60,7 @@ def copier(tmp_path_factory: pytest.TempPathFactory) -> _World:
 def world(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> _World:
-    """With a head that knows nothing, or most of it."""
+    """Return a world whose head knows nothing, or most answers."""
     if request.param == "copier":
         copier: _World = request.getfixturevalue("copier")
         return copier
@@ -104,7 +104,7 @@ def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
 
 
 def test_a_request_goes_on_behind_any_of_its_tokens(world: _World) -> None:
-    """As after a failover from an engine without a head."""
+    """The request resumes as after a failover from an engine without a head."""
     generator = random.Random(1)
     requests = [
         _behind(one, tokens[: generator.randrange(len(tokens) + 1)])
@@ -136,7 +136,7 @@ def _texts(temperature: float, num_tokens: int = 300, **more: Any) -> list[Engin
 
 
 def _share(engine: Engine, requests: list[EngineRequest], known: Answers | None = None) -> float:
-    """Of what was proposed, so much came; at least every fifth token did."""
+    """Return the accepted share of proposed tokens; at least every fifth token must be accepted."""
     before = engine.stats()
     answers = run(engine, requests)
     stats = engine.stats()

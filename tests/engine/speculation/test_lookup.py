@@ -1,4 +1,4 @@
-"""What a lookup suggests, beside looking through all that there is."""
+"""Suggestions of a lookup, compared with a search through all tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many tokens are proposed: as many as pay, of what nobody else needs."""
+"""Number of proposed tokens: as many as pay, within budget and blocks that no other request
+needs."""
 
 from __future__ import annotations
 

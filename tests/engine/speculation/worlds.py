@@ -34,7 +34,7 @@ def load(checkpoint: Path, speculation: str, **settings: Any) -> Engine:
 
 
 class Answer(NamedTuple):
-    """What an engine said of one choice."""
+    """Outputs of an engine for one choice."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]

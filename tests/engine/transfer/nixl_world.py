@@ -1,4 +1,4 @@
-"""Those who read by NIXL, and whom they read from, in this process and in others."""
+"""Readers by NIXL and their lenders, in this process and in others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def pull(
 
 
 def num_reads(agent: NixlAgent) -> int:
-    """That have not ended."""
+    """Return the number of reads in flight."""
     return sum(remote.num_reads for remote in agent._remotes.values())
 
 

@@ -33,7 +33,7 @@ SPLIT = BlockSplit(LAYOUT, BlockLayout(8, 2, 128, has_scales=False), (BlockPart(
 
 
 def key(number: int) -> bytes:
-    """That of the block with such a number in the second region."""
+    """Return the key of the block with this number in the second region."""
     return number.to_bytes(16, "big")
 
 

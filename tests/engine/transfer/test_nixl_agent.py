@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def _foreign_threads() -> set[int]:
-    """Those of this process that are not Python's."""
+    """Return the threads of this process that are not Python's."""
     own = {thread.native_id for thread in threading.enumerate()}
     return {int(task.name) for task in Path("/proc/self/task").iterdir()} - own
 
@@ -33,7 +33,7 @@ def _num_links() -> int:
 
 
 def _read_once(folder: Path) -> tuple[Served, NixlAgent]:
-    """Who lent and who read."""
+    """Read once, and return the lender and the reader."""
     served, puller = Served(folder, by_nixl=True), NixlAgent([])
     peers = peers_of(puller)
     assert (pull(peers, served.nixl, 40) == served.shelf.regions[1].blocks).all()
@@ -122,7 +122,7 @@ def test_a_package_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_that_cannot_be_registered_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is to be locked and may not be."""
+    """Registration fails, for example, where memory must be locked and may not be."""
 
     def fails(*_: Any) -> None:
         raise import_module("nixl._bindings").nixlBackendError("NIXL_ERR_BACKEND")

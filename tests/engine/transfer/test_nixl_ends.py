@@ -29,8 +29,8 @@ from tests.engine.transfer.shelf import Served
 
 @pytest.fixture(params=["", "tcp"])
 def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlAgent]:
-    """That of who pulls, by shared memory or by TCP, for which the lender has to do its part;
-    lenders of the test, too."""
+    """Yield the puller's agent, over shared memory or over TCP, which needs the lender's work; the
+    test's lenders have the same transport."""
     if request.param:
         monkeypatch.setenv("UCX_TLS", request.param)
     made = NixlAgent([])

@@ -44,7 +44,7 @@ _TIMEOUT_S = 10.0
 
 @pytest.fixture
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    """By NIXL, too, for tests whose way that is."""
+    """Yield a lender, with NIXL for tests with that parameter."""
     callspec = getattr(request.node, "callspec", None)
     made = Served(tmp_path, by_nixl=callspec is not None and "nixl" in callspec.params.values())
     yield made
@@ -53,7 +53,7 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @cache
 def _agent() -> NixlAgent:
-    """That of all who pull in this module: it takes a while to start."""
+    """Return the agent of all pullers of this module, since it takes a while to start."""
     return NixlAgent([])
 
 

@@ -217,7 +217,7 @@ def test_what_was_used_least_recently_makes_room(bucket: Bucket, tmp_path: Path)
 def test_room_is_made_while_another_address_comes(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come for one is not linked so far when the other removes what nobody has."""
+    """The files of one address have come and are not linked yet when the other makes room."""
     bucket.put("a/weights.bin", b"a" * 1_000)
     bucket.put("a/zz.bin", b"z" * 1_000)
     bucket.put("b/weights.bin", b"b" * 1_000)

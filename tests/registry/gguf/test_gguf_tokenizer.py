@@ -81,7 +81,8 @@ def splitting(
 
 
 def sentencepiece(*, prefix: bool) -> tokenizers.Tokenizer:
-    """As transformers makes one of a sentencepiece model, whose scores fall with the ids."""
+    """Return a tokenizer as transformers makes it from a sentencepiece model with scores that fall
+    with the ids."""
     made = byte_fallback()
     vocabulary = made.get_vocab()
     scores = {

@@ -1,4 +1,4 @@
-"""Nothing that is accepted is ignored: fields are honoured or refused by name."""
+"""Parsing of requests: fields are honoured or refused by name, never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version answers: by share, evenly, and the same one for the same key."""
+"""Choice of a version: by share, evenly, and the same for the same key."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _with(backend: tokenizers.Tokenizer, normalizer: Any = None) -> tokenizers.T
 
 
 def _prefixed() -> tokenizers.Tokenizer:
-    """As GGUF files have it, and Llama 2 of old: each text begins with a space."""
+    """Return a tokenizer that begins each text with a space, as GGUF files and Llama 2 do."""
     backend = byte_fallback()
     backend.pre_tokenizer = None
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -428,7 +428,7 @@ def test_the_old_way_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_earlier_turns_keep_their_ids_behind_a_forged_one(tmp_path: Path) -> None:
-    """Or the prefix cache would not find them."""
+    """The prefix cache finds earlier turns by their ids."""
     tokenizer = _served(tmp_path).tokenizer
     turns = [
         ChatMessage("user", "What is a mill?"),

@@ -49,7 +49,7 @@ _KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 def test_no_text_of_a_pair_ends_it(tmp_path: Path) -> None:
-    """What is between the texts is not to be forged by either of them."""
+    """The tokens between the texts of a pair cannot be forged by either text."""
     made = _KINDS["ends between"]()
     for old in (False, True):
         path = write_tokenizer(tmp_path, made)

@@ -1,4 +1,4 @@
-"""What the parser makes of a text."""
+"""Parsed form of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the first call of a completion ends, in every format and however its text is cut."""
+"""End of a completion's first call, in every format and however its text is cut."""
 
 from __future__ import annotations
 

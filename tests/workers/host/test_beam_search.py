@@ -52,7 +52,7 @@ def outputs_of(
 
 
 def begin(b: Bench, engine_id: str = "r1:1") -> None:
-    """It was admitted, and has chosen its first tokens."""
+    """Report a search's admission and its first tokens."""
     b.engine.step(EngineOutput(request_id=engine_id, started=True, num_cached_tokens=2))
     b.engine.step(EngineOutput(request_id=engine_id))
 
@@ -142,7 +142,7 @@ async def test_long_answers_are_sent_in_parts(demo: ServedModel) -> None:
 
 
 async def test_a_search_starts_anew_in_the_next_engine(demo: ServedModel) -> None:
-    """Whatever the one that died had given out of it."""
+    """Answers that the lost engine had already given do not count."""
     async with bench(demo) as b:
         await b.dispatch(beam_job(b))
         await b.dispatch(b.job("r2"))

@@ -1,4 +1,4 @@
-"""What a worker does when schedulers and gateways tell it to."""
+"""Commands of schedulers and gateways to a worker."""
 
 from __future__ import annotations
 
@@ -392,6 +392,6 @@ def _pieces(b: Bench, token_ids: list[int]) -> list[str]:
 
 
 def _resumed_text(b: Bench, token_ids: list[int]) -> str:
-    """What the client of an earlier life got for these tokens."""
+    """Return the text that the client got for these tokens from an earlier attempt."""
     sampling = b.job(sampling={"stop": ("END", "the E")}).sampling
     return "".join(TextStream(b.model.tokenizer, sampling, (10, 11, 12)).prime(token_ids))

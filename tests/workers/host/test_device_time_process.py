@@ -1,4 +1,5 @@
-"""Over the bus, requests' device time adds up to the time that the worker's device was busy."""
+"""Device time over the bus: the times of requests add up to the busy time of the worker's
+device."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def worker(tmp_path: Path, nats_config: NatsConfig) -> Iterator[WorkerProcess]:
 
 
 async def _everything(scheduler: HandScheduler) -> list[Record]:
-    """What is in the outbox."""
+    """Pull all records of the outbox."""
     pulled = await scheduler.bus.outbox.pull(1000, 1.0)
     await scheduler.bus.outbox.ack(pulled)
     return [RECORD.decode(message.payload) for message in pulled]

@@ -1,4 +1,4 @@
-"""What a request took of the device is in its record, however late that comes to be known."""
+"""Device time in a request's record, however late the engine reports it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_all_lives_together_are_the_request_s(demo: ServedModel) -> None:
 
 
 async def test_all_devices_of_a_group_are_the_request_s(demo: ServedModel) -> None:
-    """Those of an attempt elsewhere are in its time already."""
+    """The time of an attempt elsewhere includes all of its devices already."""
     async with bench(demo, num_devices=4) as b:
         await b.dispatch(epoch=3, attempts=(_BEFORE,))
         _end(b, 1_800_000.2, "r1:3")

@@ -1,4 +1,4 @@
-"""Each way a request ends: its frames, its record, its result, its lease."""
+"""Ends of a request: its frames, its record, its result, its lease."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_cancelled_before_it_started(demo: ServedModel) -> None:
 
 
 async def test_a_request_that_the_engine_refuses_costs_nothing(demo: ServedModel) -> None:
-    """It counts as a request, of no tokens."""
+    """The record counts one request without tokens."""
     async with bench(demo) as b:
         await b.dispatch(b.job(store_result=True, tenant="t"))
         b.engine.step(EngineOutput(request_id="r1:1", error=("grammar_invalid", "no")))

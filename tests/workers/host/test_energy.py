@@ -89,7 +89,7 @@ def test_rapl_of_this_machine() -> None:
 
 
 class _NvmlError(Exception):
-    """As pynvml has one."""
+    """Stand-in for pynvml's error."""
 
 
 def test_nvml_counts_in_mj_and_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

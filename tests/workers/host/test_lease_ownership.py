@@ -43,7 +43,7 @@ async def test_an_undisturbed_end_waits_for_nothing(demo: ServedModel) -> None:
 async def test_a_worker_that_stood_still_ends_nothing_before_it_heard_the_news(
     demo: ServedModel, stopped_s: float
 ) -> None:
-    """It wakes with the last token and the cancel both waiting to be read, in the worst order."""
+    """The worker wakes with the last token and the cancel both unread, in the worst order."""
     async with bench(demo) as b:
         await _begin(b)
         b.clock.skip(stopped_s)

@@ -1,4 +1,4 @@
-"""What a worker tells of prompts: their embeddings and their log-probabilities."""
+"""Embeddings and prompt log-probabilities of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, each request ends once or is left to another run."""
+"""Random attempts in random order: each request ends once or is left to another attempt."""
 
 from __future__ import annotations
 

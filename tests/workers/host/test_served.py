@@ -1,4 +1,4 @@
-"""What each run took is told once, however it ends; and who makes way for whom at the door."""
+"""Usage of each attempt, reported once, and preemption of lower tiers by a new dispatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def _heard(model: ServedModel, **settings: Any) -> AsyncIterator[tuple[Ben
 
 
 def _served(ended: list[Ended]) -> list[Served]:
-    """Without how they ended, which the tests of rollouts look at."""
+    """Return the notices without the answers' ends, which the tests of rollouts check."""
     every = [served for notice in ended for served in notice.served]
     return [msgspec.structs.replace(served, answer=None) for served in every]
 

@@ -58,7 +58,8 @@ async def _num_leased(scheduler: HandScheduler) -> int:
 
 
 async def test_an_ack_for_an_earlier_delivery_ends_the_job(nats_config: NatsConfig) -> None:
-    """Why a worker must not ack what may be another's: the server takes it."""
+    """The server accepts the ack of an earlier delivery, so a worker must not ack a job that may be
+    another's."""
     async with hand_scheduler(NatsConfig(url=nats_config.url, ack_wait_s=0.5)) as scheduler:
         await scheduler.publish("r", 1)
         (first,) = await scheduler.bus.jobs.pull(LINE, 1, 5.0)
@@ -71,7 +72,8 @@ async def test_an_ack_for_an_earlier_delivery_ends_the_job(nats_config: NatsConf
 async def test_a_stopped_worker_wakes_up_to_the_last_tokens_and_the_news_at_once(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Its engine went on meanwhile, so all of its requests are over when it looks."""
+    """The worker's engine goes on meanwhile, so all of its requests are over when the worker
+    wakes."""
     async with hand_scheduler(nats_config) as scheduler:
         await _begin(scheduler, worker)
         os.kill(worker.popen.pid, signal.SIGSTOP)

@@ -74,7 +74,7 @@ def _request(
 
 
 class _Heard:
-    """What the engine's process said."""
+    """Recorder of the engine process's reports."""
 
     def __init__(self, client: EngineClient) -> None:
         self.steps: list[tuple[list[EngineOutput], EngineStats]] = []
@@ -99,7 +99,7 @@ class _Heard:
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 async def test_a_process_serves_until_it_is_killed(checkpoint: Path, kernels: str) -> None:
-    """On the runner of a CPU, and on that of a GPU, whose steps overlap."""
+    """The process has the runner of a CPU, or that of a GPU, whose steps overlap."""
     config = msgspec.structs.replace(_CONFIG, kernels=kernels)
     client = await EngineClient.start(checkpoint, config)
     try:
@@ -189,7 +189,7 @@ async def test_a_bad_checkpoint_is_told_in_a_sentence(tmp_path: Path) -> None:
 
 
 async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
-    """Or a stream would move between workers of different weights."""
+    """The fingerprint differs, so that no stream moves between workers of different weights."""
     client = await EngineClient.start(checkpoint, _INT8)
     await client.close()
     assert client.weights == weights_fingerprint(checkpoint, "int8")

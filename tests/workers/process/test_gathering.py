@@ -1,4 +1,4 @@
-"""What the engine's process tells at once, and what it gathers."""
+"""Reports of the engine's process: sent at once, or gathered."""
 
 from __future__ import annotations
 

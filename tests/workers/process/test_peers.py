@@ -85,7 +85,7 @@ async def _peers(checkpoint: Path, count: int, **config: object) -> AsyncIterato
 
 @pytest.fixture(autouse=True)
 def sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where they are, for this test alone."""
+    """Return the folder of sockets, which is this test's alone."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "millrace"
 
@@ -135,7 +135,7 @@ async def test_a_source_that_is_killed_costs_no_token(checkpoint: Path, sockets:
 async def test_a_source_that_is_killed_between_asking_and_reading_costs_no_token(
     checkpoint: Path,
 ) -> None:
-    """Its memory is mapped already, and it is asked over a connection that there was before."""
+    """The source's memory is mapped already, and the connection to it is open."""
     async with _peers(checkpoint, 2) as (source, other):
         expected = await source.ask("r")
         other.add("short", source, _PROMPT[:30])

@@ -1,4 +1,4 @@
-"""Where a guide stands whose completion somebody else began."""
+"""Position of a guide in a completion that another engine began."""
 
 from __future__ import annotations
 

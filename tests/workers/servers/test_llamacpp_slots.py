@@ -1,4 +1,4 @@
-"""Who gets which slot of llama.cpp's server."""
+"""Assignment of the slots of llama.cpp's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server is asked, and what is made of its answers."""
+"""Requests to an OpenAI-compatible server, and the reading of its answers."""
 
 from __future__ import annotations
 

@@ -302,7 +302,8 @@ async def test_a_server_without_the_model_is_refused(model: ServedModel, refused
 async def test_it_is_started_on_a_port(
     model: ServedModel, tmp_path: Path, kind: EngineKind, program: str
 ) -> None:
-    """With a key, which the stand-ins of SGLang and TGI want of each request, as these do."""
+    """The server has a key, which the stand-ins of SGLang and TGI require, as the real servers
+    do."""
     async with launched(model, kind, tmp_path / program, "completions_server") as engine:
         heard = Heard(engine)
         engine.add(request("r"))

@@ -36,7 +36,7 @@ async def _serve(folder: Path) -> None:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """One that leads a group of its own, as ``millrace up`` starts it."""
+    """Start a worker that leads a process group of its own, as ``millrace up`` does."""
     command = [sys.executable, "-m", __name__, str(tmp_path)]
     started = subprocess.Popen(command, start_new_session=True)
     yield started

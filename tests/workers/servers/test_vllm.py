@@ -80,7 +80,7 @@ def _served(path: Path) -> ServedModel:
 
 
 def _config(**changes: Any) -> EngineConfig:
-    """Without compilation, which takes longer than all these tests."""
+    """Return settings without compilation, which takes longer than all these tests."""
     return EngineConfig(
         kind=EngineKind.VLLM,
         **{"cuda_graphs": False, "kv_cache_bytes": 1 << 26, "max_num_sequences": 4, **changes},
@@ -106,7 +106,7 @@ def _asking(model: ServedModel, name: str, *output: int, **sampling: Any) -> Eng
 
 
 async def _number(engine: ServerEngine, state: str) -> float:
-    """How many of its requests are running, or waiting."""
+    """Return the number of requests in this state: running, or waiting."""
     name = f"vllm:num_requests_{state}"
     (number,) = read_samples(await engine._client.get("/metrics"), [name])[name]
     return number
@@ -180,7 +180,7 @@ class TestVllm(EngineConformance):
         assert all(len(entry.top) == 20 for entry in most)
 
     async def test_the_other_endpoint_gives_the_same(self, engine: ServerEngine) -> None:
-        """Which is asked where a server does not have the one for tokens."""
+        """The other endpoint is for servers without the endpoint for tokens."""
         heard, dialect = Heard(engine), engine._dialect
         options: dict[str, Any] = {
             "logprobs": 2,
@@ -353,7 +353,8 @@ def _check_text(kind: GrammarKind, text: str) -> None:
 
 
 async def test_killed_under_its_streams_they_all_go_on(model: ServedModel) -> None:
-    """As the worker does it: another is started, and gets all with the tokens that they had."""
+    """Another engine is started, as the worker does it, and gets all requests with their tokens so
+    far."""
     clock = SystemClock()
 
     async def start() -> ServerEngine:

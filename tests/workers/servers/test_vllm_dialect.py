@@ -1,4 +1,4 @@
-"""How vLLM's server is started, asked and read, without one: it plays what a real one answered."""
+"""Start, requests and answers of vLLM's server, played back from answers of a real one."""
 
 from __future__ import annotations
 

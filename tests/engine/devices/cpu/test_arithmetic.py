@@ -1,5 +1,5 @@
-"""What a CPU computes a checkpoint in: a small one is widened where its tokens would change with
-the company in bfloat16."""
+"""Data type in which a CPU computes: a small checkpoint is widened where bfloat16 is not
+batch-invariant."""
 
 from __future__ import annotations
 

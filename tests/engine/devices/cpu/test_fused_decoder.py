@@ -175,8 +175,8 @@ def test_features_are_what_comes_into_layers_and_change_no_bit(
 def test_a_step_of_quantized_weights_is_that_of_the_decoder(
     checkpoint: Path, kernels: CpuKernels, name: str
 ) -> None:
-    """In int4, as its rows stay wide: where these are rounded, a last bit of theirs that differs
-    makes another code of some, which says nothing of the step."""
+    """The weights are int4, whose rows stay wide. A rounded row with another last bit may get
+    another code, which says nothing of the step."""
     quantization = "int4"
     torch.manual_seed(1)
     contents = torch.randn(_cache(read_model_config(checkpoint)).data.shape).bfloat16()

@@ -40,8 +40,8 @@ def _no_gradients() -> Iterator[None]:
 def attention(
     num_heads: int, windows: Sequence[int | None], contents: torch.Tensor
 ) -> TorchAttention:
-    """Over a KV cache with these contents: [num_layers, num_blocks + 1, block_size, 2,
-    num_kv_heads, head_dim]."""
+    """Return attention over a KV cache with these contents: [num_layers, num_blocks + 1,
+    block_size, 2, num_kv_heads, head_dim]."""
     num_layers, num_blocks, _, _, num_kv_heads, head_dim = contents.shape
     config = ModelConfig(
         architecture="LlamaForCausalLM",

@@ -74,7 +74,7 @@ class DeviceCache:
 
 
 class _Item(NamedTuple):
-    """What a step computes of a sequence, as it was told to the device."""
+    """Work of a step for one sequence, as the device received it."""
 
     sequence: Sequence
     tokens: list[int]
@@ -152,7 +152,7 @@ class DeviceRunner:
         return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Its faults are those of launches and reads."""
+        """Ignore ``wake``: faults of this device come from launches and reads."""
 
     def check(self) -> None:
         """See ``watch``."""

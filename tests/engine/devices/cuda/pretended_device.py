@@ -118,7 +118,7 @@ class PretendedDevice:
 
 
 class Kernel:
-    """In the place of a Triton kernel: looks at what it would be launched with."""
+    """Stand-in for a Triton kernel that checks its launch arguments."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -74,7 +74,7 @@ def test_the_gpus_kernels_compute_them_too(
 
 
 def first_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
-    """Those that the first token of a completion is chosen from."""
+    """Return the logits from which the first token of a completion is chosen."""
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
     engine.add(request("r", token_ids, max_tokens=1))

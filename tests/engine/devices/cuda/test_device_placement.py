@@ -65,8 +65,8 @@ class Pretence:
             )
 
     def engine(self, runner: DeviceRunner, **config: Any) -> Engine:
-        """One that enters the pretence for what its runner and its cache do, and gets contents of
-        some sort for what it looks at itself."""
+        """Return an engine whose runner and cache enter the pretence; contents that the engine
+        itself reads are arbitrary."""
         launch = runner.launch
 
         def launch_pretended(plan: Any) -> InFlightStep:
@@ -140,7 +140,7 @@ def test_scaled_positions_stay_on_the_device(pretence: Pretence, rope_type: str)
 
 
 def requests() -> list[EngineRequest]:
-    """One of each kind that a step treats differently."""
+    """Return one request of each kind that a step treats differently."""
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},
         "drawn": {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1},
@@ -221,7 +221,7 @@ def test_what_was_tried_is_gone_when_the_cache_is_made(
 
 
 def test_references_are_not_recorded(pretence: Pretence) -> None:
-    """They look at what they compute with."""
+    """Reference kernels read the contents that they compute with."""
     pretence.runner("Qwen3-0.6B", kernels="reference")
     assert pretence.device.num_recorded == 0
 

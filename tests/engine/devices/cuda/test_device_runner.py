@@ -71,7 +71,7 @@ def mixed_requests(seed: int) -> list[EngineRequest]:
 
 
 def answers(engine: Engine, requests: list[EngineRequest]) -> dict[tuple[str, int], list[Any]]:
-    """What each choice of each request was answered with; logprobs to four digits."""
+    """Return the outputs of each choice of each request, with logprobs to four digits."""
     outputs: list[EngineOutput] = []
     for i, item in enumerate(requests):
         engine.add(item)
@@ -135,7 +135,7 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_a_launch_waits_for_nothing(tmp_path: Path) -> None:
-    """With Triton's kernels, in its interpreter. A model as small as can be, since that is slow."""
+    """The kernels are Triton's, in its interpreter. The model is minimal, since that is slow."""
     save_llama(tmp_path, num_hidden_layers=1, vocab_size=67)
     config: dict[str, Any] = {
         "kernels": "triton",
@@ -198,7 +198,7 @@ def test_a_request_goes_on_where_the_other_kind_of_runner_left_it(llama: tuple[P
 
 @pytest.mark.parametrize("on_read", [False, True])
 def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read: bool) -> None:
-    """It blames nobody; who keeps the engine's process starts another one."""
+    """The engine blames no request; the parent process starts another engine."""
     engine = make_engine(llama[0], max_num_sequences=6)
     runner = engine._runner
 

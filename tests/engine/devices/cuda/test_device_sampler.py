@@ -1,4 +1,4 @@
-"""What a device's sampler keeps, takes and reports."""
+"""Sampler of a device: its rows, its supported parameters and its results."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def load(path: Path, speculation: str | None, **settings: Any) -> Engine:
 
 
 def _load(number: int) -> list[EngineRequest]:
-    """One of each kind, whose prompts begin alike now and then."""
+    """Return one request of each kind; some prompts have the same beginning."""
     return [
         request(
             f"r{index}",
@@ -109,8 +109,8 @@ def test_no_token_changes(
 def test_what_repeats_itself_is_proposed_while_steps_overlap(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
 ) -> None:
-    """By the speculator itself, whose proposals come and go; not where log-probabilities are asked
-    for, which device and host compute each in their way."""
+    """The speculator itself proposes tokens, except for requests with log-probabilities, which
+    device and host compute differently."""
     # A small model's steps take as long as Python does: nothing would ever be worth its row.
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
     asked = [

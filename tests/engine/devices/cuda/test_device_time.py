@@ -50,7 +50,7 @@ class Ledger:
         return outputs
 
     def check(self) -> None:
-        """What was told and what is still to be told is all the time that the device was busy."""
+        """Assert that reported and outstanding device time add up to the busy time."""
         times = self.engine.pop_device_times()
         assert all(time.over for time in times)
         self.told_us += sum(time.device_us for time in times)
@@ -61,7 +61,7 @@ class Ledger:
         assert stats.charged_s == pytest.approx(stats.busy_s, rel=1e-9)
 
     def check_all_told(self) -> None:
-        """Nothing is left to be told."""
+        """Assert that all device time has been reported."""
         self.check()
         assert not self.engine.has_work
         assert not self.engine._device_times._owing

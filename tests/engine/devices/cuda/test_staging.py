@@ -1,4 +1,4 @@
-"""What is brought to a device goes through two pinned pieces in turns."""
+"""Staging of copies to a device through two alternating pinned pieces."""
 
 from __future__ import annotations
 

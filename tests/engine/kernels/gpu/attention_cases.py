@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Shape(NamedTuple):
-    """What is fixed for a model."""
+    """Sizes of attention that are fixed for a model."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 
 class Story(NamedTuple):
-    """One sequence: keys and values [num_tokens, 2, num_kv_heads, head_dim], their scales
+    """Sequence with keys and values [num_tokens, 2, num_kv_heads, head_dim], their scales
     [num_tokens, 2, num_kv_heads] or None, and a query of each token [num_tokens, num_heads,
     head_dim]."""
 
@@ -137,7 +137,7 @@ def make_attention(
 
 
 def attended(attention: PagedAttention, case: Case) -> torch.Tensor:
-    """What the kernels write into poisoned memory; rows of no sequence must stay poison."""
+    """Run the kernels into poisoned memory and return its rows; padding rows must stay poison."""
     out = poisoned(*case.queries.shape, dtype=case.queries.dtype)
     attention.attend(0, case.queries, case.cache, case.batch, attention.prepare(case.batch), out)
     assert out[case.num_rows :].isnan().all()

@@ -1,4 +1,4 @@
-"""How near a kernel must come to its reference, and memory that nobody may read."""
+"""Tolerance of a kernel against its reference, and poisoned memory that must not be read."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def by_tiles(monkeypatch: pytest.MonkeyPatch, tiles: SamplingTiles) -> None:
 
 
 def parameters() -> st.SearchStrategy[dict[str, Any]]:
-    """Those that suit the device, each of them off as often as not."""
+    """Draw parameters that the device supports, each of them off as often as not."""
 
     def often(key: str, *values: float) -> st.SearchStrategy[dict[str, Any]]:
         return st.one_of(st.just({}), st.sampled_from([{key: value} for value in values]))

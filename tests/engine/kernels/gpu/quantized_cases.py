@@ -42,7 +42,7 @@ KINDS = (
 def drawn_weight(
     kind: Kind, num_outputs: int, num_inputs: int, group_inputs: int, *, ordered: bool = False
 ) -> QuantizedWeight:
-    """Of torch's random numbers; codes and zeros are anything that their bits can be."""
+    """Draw a quantized weight from torch's random numbers; codes and zeros use all their bits."""
     most = 1 << kind.bits - 1
     size = (num_outputs, -(-num_inputs // group_inputs))
     if kind.is_float8:
@@ -72,7 +72,7 @@ def as_multiplied(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor |
 
 
 def assert_near(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Both the whole and the worst element are within what rounding once explains."""
+    """Assert that the whole error and the largest error are within one rounding."""
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[result.dtype]
     difference = result.double() - expected.double()
     assert difference.shape == expected.shape

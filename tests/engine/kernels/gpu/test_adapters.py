@@ -1,4 +1,4 @@
-"""What adapters add to products: the kernels and plain torch, both beside float64."""
+"""Products of adapters by the kernels and by plain torch, compared with float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KERNELS: list[Add] = [add_adapters, reference_add_adapters]
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def drawn(product: Product, ranks: Sequence[int], dtype: torch.dtype) -> Slices:
@@ -69,7 +69,7 @@ def drawn(product: Product, ranks: Sequence[int], dtype: torch.dtype) -> Slices:
 
 
 def in_slots(product: Product, adapters: Sequence[Slices], dtype: torch.dtype) -> AdapterProduct:
-    """One slot each, as full as it can be beside poison."""
+    """Put each adapter into a slot of its own, as full as possible beside poison."""
     slots = AdapterSlots(
         CONFIG, num_slots=len(adapters), max_rank=33, dtype=dtype, device=torch.device("cpu")
     )

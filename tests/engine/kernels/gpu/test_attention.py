@@ -92,7 +92,7 @@ def test_the_deterministic_kernel_agrees_with_the_reference(
 @pytest.mark.parametrize("num_programs", [1, 5, 16, 61])
 @pytest.mark.parametrize("window", [None, 200])
 def test_skewed_lengths_are_shared_out(num_programs: int, window: int | None) -> None:
-    """One sequence that many programs share, and programs that have many sequences."""
+    """Many programs share the longest sequence, and some programs have many sequences."""
     shape = Shape(window=window)
     case = make(shape, [(1, 30), (1, 1), (1, 1500), (1, 0), (1, 129), (1, 128), (1, 2)])
     attention = make_attention(shape, num_programs=num_programs)

@@ -1,4 +1,4 @@
-"""How the decode kernel's work is cut into shares."""
+"""Partition of the decode kernel's work into shares."""
 
 from __future__ import annotations
 

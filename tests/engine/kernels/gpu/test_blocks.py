@@ -55,7 +55,7 @@ def test_within_one_tensor() -> None:
 
 
 def test_offsets_past_32_bits() -> None:
-    """In memory of which only the pages that are used exist."""
+    """Only the used pages of the memory exist."""
     far = 2**31 // 4096 + 1
     blocks = torch.empty(1, far + 1, 4096, dtype=torch.uint8)
     blocks[:, far], blocks[:, 0] = 7, 1

@@ -92,7 +92,8 @@ _RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 def compiler(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[CompilingProcess]:
-    """What one run of the tests has compiled, the next does not, unless with ``--cache-clear``."""
+    """Yield a compiler whose results are kept between runs of the tests, until
+    ``--cache-clear``."""
     assert pytestconfig.cache is not None
     compiled = pytestconfig.cache.mkdir("triton")
     with compiling_process(tmp_path_factory.mktemp("compiler"), compiled) as process:

@@ -29,7 +29,7 @@ def cache_layer(
 
 
 def numbers(layer: CacheLayer) -> torch.Tensor:
-    """What the cache's contents stand for, in float32."""
+    """Return the values that the cache's contents represent, in float32."""
     values = layer.data.float()
     return values if layer.scales is None else values * layer.scales.unsqueeze(-1)
 

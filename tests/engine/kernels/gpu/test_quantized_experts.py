@@ -36,7 +36,7 @@ from tests.engine.kernels.gpu.quantized_cases import (
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def stack(weights: list[QuantizedWeight]) -> PackedWeight:
@@ -44,7 +44,7 @@ def stack(weights: list[QuantizedWeight]) -> PackedWeight:
 
 
 def check(kind: Kind, chosen: list[list[int]], *, dtype: torch.dtype, fixed: bool) -> None:
-    """Both products of 5 experts of an odd number of outputs, of which a row chooses two."""
+    """Check both products of 5 experts with an odd number of outputs; a row chooses two experts."""
     torch.manual_seed(3)
     numbers = torch.tensor(chosen, dtype=torch.int16).view(-1, 2)
     weights = torch.rand(numbers.shape)
@@ -123,7 +123,8 @@ def test_experts_of_several_layouts_are_no_stack(other: QuantizedWeight) -> None
 def mixtures(
     weights: Sequence[QuantizedWeight], downs: Sequence[QuantizedWeight], *, fixed: bool
 ) -> list[StackedExperts]:
-    """By the kernels of quantized weights, and by torch's kernels of wide ones."""
+    """Return two mixtures: by the kernels of quantized weights, and by torch's kernels of wide
+    weights."""
     router = Projection(torch.randn(len(weights), 64), None)
     made = []
     for kernels in (triton_experts, reference_experts):

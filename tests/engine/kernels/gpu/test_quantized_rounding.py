@@ -14,7 +14,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def values(rounded: RoundedRows, group_inputs: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:

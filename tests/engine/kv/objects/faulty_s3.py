@@ -1,4 +1,4 @@
-"""What is before an S3 server and misbehaves."""
+"""Proxy of an S3 server with injected faults."""
 
 from __future__ import annotations
 

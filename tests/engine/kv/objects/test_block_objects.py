@@ -31,7 +31,7 @@ def _objects(store: ObjectStore, identity: str = "weights") -> BlockObjects:
 
 
 def _keys(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """One token a block."""
+    """Return the keys of blocks of one token."""
     keys: list[bytes] = []
     extend_keys(keys, root_key(salt), tokens, num_blocks=len(tokens), block_size_tokens=1)
     return keys
@@ -42,7 +42,7 @@ def _contents(key: bytes) -> bytes:
 
 
 def _pieces(contents: bytes) -> list[memoryview]:
-    """As of a cache of two layers that differ in size."""
+    """Split a block's contents into pieces of two layers that differ in size."""
     whole = memoryview(bytearray(contents))
     return [whole[:30], whole[30:]]
 
@@ -52,7 +52,7 @@ def _write(objects: BlockObjects, keys: list[bytes]) -> None:
 
 
 def _read(objects: BlockObjects, run: list[bytes], numbers: Sequence[int]) -> list[bytes]:
-    """What came of the blocks with these numbers."""
+    """Read the blocks with these numbers and return the contents of the good ones."""
     places = [ObjectPlace(number, run[number], _pieces(bytes(_BLOCK_BYTES))) for number in numbers]
     num_good = objects.read(run[-1], places)
     return [b"".join(place.pieces) for place in places[:num_good]]

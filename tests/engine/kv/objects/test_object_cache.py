@@ -34,7 +34,7 @@ def world(llama: tuple[Path, Any]) -> World:
 
 
 class TestSharing:
-    """Through a store of any kind."""
+    """Engines that share a store, for each kind of store."""
 
     @pytest.fixture
     def world(self, llama: tuple[Path, Any], stored: StoreUnderTest) -> World:
@@ -238,7 +238,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_an_engine_of_a_worker_finds_them_after_a_restart(
     llama: tuple[Path, Any], url: str
 ) -> None:
-    """By way of the settings, with objects of their usual size."""
+    """The engine is made from settings, and the objects have their usual size."""
     token_ids = prompt(4, 300)
     settings: dict[str, Any] = {
         "num_blocks": 32,

@@ -1,4 +1,4 @@
-"""What is to be written is bounded, and what is known of a store decides what is asked of it."""
+"""Writer of the object cache: bounds of its memory, and its predictions about the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to a link at one host is read from a link at the other, whoever ends it."""
+"""Relay between hosts: a link's contents reach the other host, and either host can end it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACK = LinkShape(num_writers=2, num_readers=1, num_slots=2, part_bytes=200)
 
 
 def link(shape: LinkShape) -> tuple[list[StageLink], StageLink]:
-    """Its writers and its reader."""
+    """Return the writers and the reader of a link."""
     fd = link_memory(shape)
     library = cpu_library()
     try:

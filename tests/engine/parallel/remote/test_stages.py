@@ -141,7 +141,7 @@ def test_what_an_engine_can_do_it_can_do_with_remote_stages(
 
 
 def _tokens(outputs: list[Any]) -> dict[tuple[str, int], list[int]]:
-    """By request and choice."""
+    """Collect tokens by request and choice."""
     tokens: dict[tuple[str, int], list[int]] = {}
     for output in outputs:
         tokens.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
@@ -229,7 +229,7 @@ async def test_a_host_that_is_killed_ends_the_group_and_leaves_nothing(
 def refusals(
     port: int, load_group: Callable[[], object], joining: dict[str, Any]
 ) -> tuple[str, str]:
-    """What a host that joins and the worker are refused for."""
+    """Return the errors of a joining host and of the worker."""
     given = {"address": ("127.0.0.1", port), "token": TOKEN, "path": None, "max_stages": 1}
     host = StageHost(Joining(**given | joining))
     said: list[str] = []
@@ -286,7 +286,7 @@ def test_a_host_without_the_memory_refuses(
 def test_a_host_without_the_gpus_refuses(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which are more the more stages a host computes."""
+    """A host needs more GPUs the more stages it computes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(device_stage, "_num_devices", lambda: 1)
@@ -330,7 +330,7 @@ def test_what_remote_stages_are_not(
 
 
 def test_a_host_that_is_stopped_while_it_waits_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a worker that is not there, and for one that says nothing."""
+    """The host ends both without a worker and with a silent one."""
     monkeypatch.setattr(hosts, "_ANSWER_TIMEOUT_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for port in (free_port(), listener.getsockname()[1]):
@@ -349,7 +349,8 @@ def test_a_host_that_is_stopped_while_it_waits_ends(monkeypatch: pytest.MonkeyPa
 async def test_a_host_that_came_is_kept_while_another_is_waited_for(
     llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For longer than ranks wait for one another; it is free again when nobody else comes."""
+    """The host is kept longer than ranks wait for one another, and is free again if no other host
+    comes."""
     caplog.set_level("INFO")
     port = free_port()
     host = StageHost(Joining(("127.0.0.1", port), TOKEN, None, 1))

@@ -120,7 +120,7 @@ def test_what_is_said_is_a_line_that_can_be_printed(body: bytes) -> None:
 
 
 def meet(of_stage: str, of_lead: str) -> list[Exception | None]:
-    """What the stage and the lead think of each other."""
+    """Return the handshake errors of the stage and of the lead, None for success."""
     stage, lead = socket.socketpair()
     outcomes: list[Exception | None] = [None, None]
 

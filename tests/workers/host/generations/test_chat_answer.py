@@ -142,7 +142,8 @@ def test_an_answer_that_did_not_end_well_has_called_nothing() -> None:
 async def test_a_result_that_is_too_large_keeps_its_parts(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Without log-probabilities, then without what says where tokens end, at last without words."""
+    """The result loses its log-probabilities first, then the places where tokens end, at last its
+    texts."""
     async with bench(scribe_model(tmp_path_factory.mktemp("model"))) as one:
         result = await _result(one)
         assert (result.text, len(result.tool_calls)) == ("Hm.", 1)

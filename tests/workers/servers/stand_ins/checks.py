@@ -78,7 +78,7 @@ async def launched(
 
 
 def steered_request() -> EngineRequest:
-    """One of four tokens with much of what a request may say."""
+    """Return a request of four tokens with many of the fields of a request."""
     asked = request(
         "r", max_tokens=4, min_tokens=2, stop_token_ids=(5,), logit_bias={7: 1.5}, top_k=3
     )

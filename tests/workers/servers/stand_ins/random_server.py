@@ -90,7 +90,7 @@ class RandomServer:
 
 @asynccontextmanager
 async def serving(server: RandomServer) -> AsyncIterator[str]:
-    """Its URL."""
+    """Serve ``server`` over HTTP, and yield its URL."""
     handlers = {
         "/health": server.health,
         "/load": server.load,
@@ -106,7 +106,7 @@ async def serving(server: RandomServer) -> AsyncIterator[str]:
 
 
 class RandomDialect(Dialect):
-    """Of a ``RandomServer``; under a kind that is free to it."""
+    """Dialect of a ``RandomServer``, whose kind is arbitrary."""
 
     kind = EngineKind.VLLM
     package = "random-server"

@@ -33,7 +33,7 @@ class Transcript:
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        """What this path was asked, in order."""
+        """Return the bodies of the requests to this path, in order."""
         return [body for asked, body, _ in self.asked if asked == path]
 
     async def play(self, request: web.Request) -> web.StreamResponse:
