@@ -131,7 +131,7 @@ def test_what_is_scaled_is_the_worker_of_that_model(
     model = _settings(worker).worker.model
     assert f'model="{model}"' in trigger["metadata"]["query"]
     assert worker["metadata"]["labels"]["millrace/model"] == model
-    # Whoever applies the manifests again must not undo what KEDA has done.
+    # Another application of the manifests must not undo KEDA's scaling.
     assert "replicas" not in worker["spec"]
 
 
@@ -197,7 +197,7 @@ def test_a_group_of_pods_has_one_for_each_stage() -> None:
     mounted = {mount["name"]: mount["mountPath"] for mount in first["volumeMounts"]}
     assert mounted.keys() == {volume["name"] for volume in template["spec"]["volumes"]}
     assert arguments.token_file.parent == Path(mounted["token"])
-    # Nobody is ready before the stages are there.
+    # The worker is not ready before its stages have joined.
     assert worker["spec"]["startupPolicy"] == "LeaderCreated"
     waits, seconds = other["lifecycle"]["preStop"]["exec"]["command"]
     assert waits == "sleep"
@@ -215,7 +215,7 @@ def test_the_ranks_of_a_group_have_shared_memory() -> None:
 
 def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:
     grace_s = _template(worker)["spec"]["terminationGracePeriodSeconds"]
-    # Giving back what is left and saying goodbye are a second each.
+    # The return of unfinished jobs takes a second, and so does the farewell.
     assert grace_s >= _settings(worker).worker.drain_timeout_s + 5
 
 

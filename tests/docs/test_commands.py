@@ -1,4 +1,4 @@
-"""Every ``millrace`` command that a document shows is one that can be typed."""
+"""Commands in documents: every ``millrace`` command parses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_command_is_shown_somewhere() -> None:
     assert not [name for name in commands.choices if f"millrace {name}" not in text]
 
 
-# --- what is said when something is wrong ---
+# --- error messages ---
 
 
 def _said_in_code() -> list[str]:
@@ -103,6 +103,6 @@ def test_the_messages_that_are_quoted_are_those_of_the_code() -> None:
     assert len(rows) >= 30
     texts = _said_in_code()
     assert not [message for message in rows if not _is_said(message, texts)]
-    assert not _is_said("a message that nobody … says", texts)
+    assert not _is_said("a message that no code … has", texts)
     longest = [max(map(len, message.split("…"))) for message in rows]
     assert min(longest) >= 8  # a quotation, not a word

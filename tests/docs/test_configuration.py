@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` is the one that the configuration makes, and whole."""
+"""``docs/configuration.md`` is generated from the settings, and complete."""
 
 from __future__ import annotations
 

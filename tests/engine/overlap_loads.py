@@ -17,7 +17,7 @@ from tests.engine.support import SteppingClock, drawn_settings, prompt, request,
 MAX_STEPS = 3_000
 _BLOCK_BYTES = 16 * 2 * 4
 
-# How a request is sampled; those that the host has to sample are in between.
+# Kinds of sampling; kinds for the host stand between kinds for the device.
 _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.9, "top_k": 40},

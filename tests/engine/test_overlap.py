@@ -257,7 +257,7 @@ def test_a_step_takes_from_one_read_to_the_next() -> None:
     engine.add(request("r", PROMPT, max_tokens=101))
     while engine.has_work:
         engine.step()
-        clock.now_s += 0.002  # whoever steps has other things to do
+        clock.now_s += 0.002  # the stepping thread has other work
     # The first step is launched, then each takes as long as the device does.
     took_s = 0.001 + 101 * 0.010
     assert clock.now_s == pytest.approx(took_s + 0.002)

@@ -1,4 +1,4 @@
-"""Torch as an engine's process imports it: quicker, and whole for whoever asks for more of it."""
+"""Quick import of torch in an engine's process; deferred modules load when they are needed."""
 
 from __future__ import annotations
 

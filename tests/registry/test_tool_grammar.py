@@ -1,4 +1,4 @@
-"""Forced calls: whatever the grammar admits reads as calls whose arguments fit."""
+"""Forced calls: every text that the grammar admits parses as calls with fitting arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WEATHER = ToolDefinition(
     },
 )
 NOW = ToolDefinition(name="now")
-# As generators of schemas write them: references, unions, and a format that nobody knows.
+# As generators of schemas write them: references, unions, and an unknown format.
 BOOK = ToolDefinition(
     name="book",
     parameters={

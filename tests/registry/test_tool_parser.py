@@ -159,7 +159,7 @@ def call(name: str, arguments: str, key: str = "arguments") -> str:
         ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [["f", '{"a": "b']]),
         ('Hm <tool_call>{"name": "f", "argum', 'Hm <tool_call>{"name": "f", "argum', []),
         ("Hm <tool_c", "Hm <tool_c", []),
-        # Not quite JSON: what is there belongs to the arguments.
+        # Malformed JSON: its text belongs to the arguments.
         (
             '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call> x',
             "x",

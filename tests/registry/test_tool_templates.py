@@ -1,4 +1,4 @@
-"""Tools in prompts: in templates that know them, and in plain text for those that do not."""
+"""Tools in prompts: by templates that know tools, and in plain text for other templates."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class _Run:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take what a process of pytest-xdist measured. One that crashed leaves nothing."""
+        """Take the measurements of a process of pytest-xdist; a crashed process has none."""
         run = getattr(node, "workeroutput", {}).get("run")
         if run is not None:
             self._times |= {node_id: Seconds(*seconds) for node_id, seconds in run["times"].items()}

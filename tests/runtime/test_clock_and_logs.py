@@ -128,7 +128,7 @@ def test_what_an_exception_quotes_is_not_logged(
         tokenise(prompt)
     except ExceptionGroup as error:
         logging.getLogger("gateway.test").exception("it failed")
-        # As the event loop tells of a task that nobody waited for.
+        # As the event loop reports a task that was never awaited.
         told = {"message": "never retrieved", "future": repr(error), "exception": error}
         loop = asyncio.new_event_loop()
         loop.default_exception_handler(told)

@@ -112,7 +112,7 @@ async def test_a_late_reply_is_nobodys(link: RedisLink, redis_server: RedisServe
     with pytest.raises(RedisUnreachableError):
         await link.call("GET", "a")
     with pytest.raises(RedisUnreachableError):
-        await link.call("INCR", "number")  # nobody tries again for a second
+        await link.call("INCR", "number")  # the link does not try again for a second
     await client.client_unpause()
     await client.aclose()
 
@@ -145,7 +145,7 @@ async def test_who_stood_still_itself_takes_nobody_for_silent(
 
 async def test_what_is_no_redis_is_parted_with() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Whatever redis-py says first is acknowledged; then comes something else.
+        # The first commands of redis-py are acknowledged; the next reply is no Redis reply.
         while data := await reader.read(4_096):
             packed = data.count(b"CLIENT") or data.count(b"SELECT")
             writer.write(b"+OK\r\n" * packed if packed else b"HTTP/1.1 400 Bad Request\r\n")

@@ -235,9 +235,9 @@ class EngineConformance:
 
     async def test_a_cancel_of_nothing_is_answered(self, engine: EngineLike) -> None:
         heard = Heard(engine)
-        engine.cancel("nobody")
+        engine.cancel("unknown")
         await eventually(lambda: bool(heard.times), timeout_s=_WITHIN_S)
-        assert heard.times[0] == DeviceTime("nobody", 0, 0.0, over=True)
+        assert heard.times[0] == DeviceTime("unknown", 0, 0.0, over=True)
 
     async def test_the_same_id_replaces_what_ran(self, engine: EngineLike) -> None:
         heard = Heard(engine)

@@ -1,4 +1,4 @@
-"""Beam search in the engine: the answers of a plain one over the same model, whatever the pool."""
+"""Beam search in the engine: the answers of a plain search, with a pool of any size."""
 
 from __future__ import annotations
 

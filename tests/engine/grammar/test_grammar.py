@@ -1,4 +1,4 @@
-"""A random model says what its grammar allows, to the end, whatever happens around it."""
+"""Grammars hold a random model to the end, beside all other requests."""
 
 from __future__ import annotations
 

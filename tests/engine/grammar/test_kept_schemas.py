@@ -40,7 +40,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "at most two, one required": _CLOSED | {"required": ["b"], "maxProperties": 2},
     "no more than all": _CLOSED | {"maxProperties": 9},
     "required ones are enough": _THREE | {"required": ["a", "b"], "minProperties": 2},
-    "one of whatever": {"additionalProperties": _INTEGER, "minProperties": 1},
+    "one of any name": {"additionalProperties": _INTEGER, "minProperties": 1},
     "none": {"additionalProperties": _INTEGER, "maxProperties": 0},
     "one by a pattern": _LETTERS | {"maxProperties": 1},
     "counted within": {"properties": {"o": _CLOSED | {"minProperties": 2}}, "required": ["o"]},
@@ -114,8 +114,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "unique, or not": {"type": "array", "items": _INTEGER, "maxItems": 2, "uniqueItems": False},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two of whatever": ({"additionalProperties": _INTEGER, "minProperties": 2}, "minProperties"),
-    "at most two of whatever": (
+    "two of any name": ({"additionalProperties": _INTEGER, "minProperties": 2}, "minProperties"),
+    "at most two of any name": (
         {"additionalProperties": _INTEGER, "maxProperties": 2},
         "maxProperties",
     ),
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"properties": {"l": {"type": "array", "uniqueItems": True}}},
         "properties.l.uniqueItems",
     ),
-    "what is not there": ({"properties": {"x": {"$ref": "#/$defs/No"}}}, r"properties.x.\$ref"),
+    "a missing definition": ({"properties": {"x": {"$ref": "#/$defs/No"}}}, r"properties.x.\$ref"),
 }
 
 

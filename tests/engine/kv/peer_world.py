@@ -22,7 +22,7 @@ _WITHIN_S = 30.0
 
 
 class World:
-    """Engines of one checkpoint with a clock that is set by hand; those that are not asked step on
+    """Engines of one checkpoint with a clock that is set by hand. Engines without requests step on
     a thread, as in a process of their own."""
 
     def __init__(self, model: Path, folder: Path) -> None:
@@ -48,13 +48,13 @@ class World:
         engine._tiers.exchange_with_peers(
             identity, address or None, self.folder, settings.transfer_transport
         )
-        # Nobody knows, so that everything is pulled.
+        # A computing time of 0 means unknown, so that everything is pulled.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0
         self._engines.append(engine)
         return engine
 
     def source(self, engine: Engine, num_tokens: int = 0, **endpoint: Any) -> KvSource:
-        """``engine`` as one that has blocks."""
+        """Return ``engine`` as a KV source."""
         told = engine.transfer_endpoint
         assert told is not None
         return KvSource(
@@ -105,7 +105,7 @@ class resting:  # noqa: N801 (a context)
 
 
 def ask(engine: Engine, asked: EngineRequest | None = None) -> list[int]:
-    """The tokens of a request that nobody else has blocks for."""
+    """Return the tokens of a request, of which no other engine has blocks."""
     engine.add(asked or request("r", HISTORY))
     return tokens_by_request(drain(engine))["r"]
 

@@ -1,5 +1,5 @@
-"""Idle conversations on disk: they come back after a restart with the same tokens, whatever has
-become of the file."""
+"""Idle conversations on disk: they come back after a restart with the same tokens, even if the file
+is damaged."""
 
 from __future__ import annotations
 

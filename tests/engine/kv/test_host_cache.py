@@ -193,7 +193,7 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
     stats = engine.stats()
     assert (stats.num_used_host_blocks, stats.num_offloaded_blocks) == (6, 6)
     assert stats.num_idle_blocks == 1  # that of the other one, which is younger
-    runner.cache.data[:, :24] = 0  # nobody reads what is free
+    runner.cache.data[:, :24] = 0  # free blocks are never read
     again, num_cached = ask("r", history)
     assert (again, num_cached) == (first, 80)
     stats = engine.stats()

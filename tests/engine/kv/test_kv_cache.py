@@ -84,7 +84,7 @@ def test_blocks_are_in_one_piece_each_as_large_as_said(
         assert (raw[num_blocks] == 255).all()
         raw[num_blocks] = 0
         assert not raw.any()
-    # What is left is room between and behind the two.
+    # The other bytes are room between and behind the two.
     assert (cache.blocks == 255).sum() * config.num_hidden_layers == size_bytes - least
 
 

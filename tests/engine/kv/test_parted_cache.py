@@ -68,7 +68,7 @@ def test_slots_come_back_in_all_parts(blocks: list[int]) -> None:
     # Slots for three blocks, and too little for a fourth.
     memory = host_memory_of(lead, 4 * lead.block_bytes - 1)
     assert memory.num_slots == 3
-    assert memory.pages is None, "nobody has the whole of a block"
+    assert memory.pages is None, "no part has the whole of a block"
     before = [cache.blocks.clone() for cache in caches]
     memory.store(blocks[:3], [2, 0, 1])
     for cache in caches:

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nobody can tell from the tokens."""
+"""Prefix cache: a common beginning of prompts is computed once, and the tokens stay the same."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
     unit = 16 if aligned else 1
     config: dict[str, Any] = {
         "vocab_size": draw(st.integers(50, 150)),
-        # transformers wants a multiple of the heads of a Llama, whatever its head_dim.
+        # transformers wants a multiple of the heads of a Llama, for any head_dim.
         "hidden_size": max(1, draw(st.integers(16, 48)) // (num_heads * unit)) * num_heads * unit,
         "intermediate_size": max(1, draw(st.integers(10, 60)) // unit) * unit,
         "num_hidden_layers": num_layers,

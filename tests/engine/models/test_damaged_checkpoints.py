@@ -70,7 +70,7 @@ def refused(path: Path, *words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(path)
     for word in words:
-        # The whole name, not one that it is a part of.
+        # The whole name, not a longer name that contains it.
         assert re.search(rf"(?<![\w.]){re.escape(word)}(?![\w]|\.\w)", caught.value.message), word
 
 

@@ -56,7 +56,7 @@ def theirs(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Te
 
 
 def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """The logits behind each chunk but those that end within the prompt's last."""
+    """Return the logits after each chunk."""
     sequence = Sequence(
         request("a", token_ids), arrival=0, key=0, max_total_tokens=len(token_ids) + 1
     )
@@ -71,7 +71,7 @@ def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.
 
 
 def check_logits(model: Any, path: Path, token_ids: list[int], cuts: list[int]) -> None:
-    """The prompt in chunks that end at ``cuts``, then NUM_DECODED tokens one by one."""
+    """Check the prompt in chunks that end at ``cuts``, then NUM_DECODED tokens one by one."""
     num_prompt_tokens = len(token_ids) - NUM_DECODED
     runner = ModelRunner.load(path, resolved(path, num_blocks=NUM_BLOCKS, device="cpu"))
     ends = sorted({0, num_prompt_tokens, *(cut for cut in cuts if cut < num_prompt_tokens)})

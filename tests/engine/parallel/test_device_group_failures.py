@@ -104,7 +104,7 @@ async def test_what_goes_wrong_on_rank_0_ends_the_group(
         patch.setattr(runner._state, "row_of", fail)
         pair.add(request("r", prompt(1, 20)))
         [output] = drain(pair)
-        assert output.error is not None, "nobody else had heard of it"
+        assert output.error is not None, "rank 1 had not heard of it"
     pair.add(request("again", prompt(1, 20), max_tokens=4))
     assert len(tokens_by_request(drain(pair))["again"]) == 4
     monkeypatch.setattr(runner._decoder, "forward", fail)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 # What no socket takes before its receiver is there.
 NUM_NUMBERS = 1 << 22
 NUM_STEPS = 7
-# What rank 0 says: a step, rows of one that is so many steps back, or nothing any more.
+# Message of rank 0: a step, the rows of an earlier step (so many steps back), or None for the end.
 Told = Queue[tuple[str, int] | None]
 
 

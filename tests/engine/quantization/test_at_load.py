@@ -1,4 +1,4 @@
-"""Weights that are rounded when they are loaded are those that a checkpoint could have had."""
+"""Quantization at load: the weights are those of a quantized checkpoint."""
 
 from __future__ import annotations
 

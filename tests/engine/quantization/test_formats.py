@@ -204,7 +204,7 @@ def test_biases_stay(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_the_library_saved(tmp_path: Path, group: dict[str, Any]) -> None:
-    """The logits are those that the library itself computes."""
+    """The logits equal those of the library itself."""
     model = save_model(tmp_path / "wide", "Llama", **SIZES)
     save_compressed(tmp_path, model, fields_of(group))
     assert differs(tmp_path, wide_model(tmp_path)) >= 1e-2

@@ -42,8 +42,11 @@ def test_it_is_far_better_than_rounding_where_inputs_go_together(
 
 
 def plainly(weight: torch.Tensor, hessian: torch.Tensor, size: int) -> torch.Tensor:
-    """The values by Frantar et al., equations 2 and 3: one input after the other is rounded, and
-    the others make up for it by the inverse of what is left of the matrix. In float64."""
+    """Compute the values by Frantar et al., equations 2 and 3, in float64.
+
+    One input after the other is rounded, and the others compensate by the inverse of the remaining
+    matrix.
+    """
     num_inputs = weight.shape[1]
     diagonal = hessian.diagonal()
     damping = 0.01 * diagonal.mean()

@@ -44,7 +44,7 @@ def check(
         assert entry.token_id == token
         own = float(table[position, token])
         assert entry.logprob == pytest.approx(own, abs=1e-4)
-        # Those that are as likely, as far as two sums of floats can tell, may count or not.
+        # Tokens within the error of two sums of floats may count or not.
         num_above = int((table[position] > own + 1e-4).sum())
         assert num_above < entry.rank <= int((table[position] > own - 1e-4).sum())
         likeliest = table[position].topk(num_top).values.tolist()

@@ -1,4 +1,4 @@
-"""Background work makes way: an arrival begins with the next step, and nobody is forgotten."""
+"""Background work makes way: an arrival begins with the next step, and no sequence starves."""
 
 from __future__ import annotations
 

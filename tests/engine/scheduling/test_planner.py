@@ -1,4 +1,4 @@
-"""The planning rule, and that under any load nobody is forgotten and no block is lost."""
+"""Planning rule: under any load no sequence starves and no block is lost."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_an_arrival_of_higher_priority_takes_slot_and_blocks_from_the_lowest() -
     assert set(planner.running) == {equal, urgent, another}
     last = sequence(3, 4, 1)
     planner.add(last)
-    assert last not in step(planner)  # nobody of lower priority is left
+    assert last not in step(planner)  # no sequence has lower priority
 
 
 def test_nobody_is_preempted_for_one_that_does_not_fit_anyway() -> None:
@@ -259,7 +259,7 @@ def test_chunks_beside_decodes_keep_the_step_under_the_bound(
     assert planned[decoding] == 1
     assert planned[long] == pytest.approx(chunk, abs=2)
     planner.remove(decoding)
-    assert step(planner)[long] == min(64, 120 - planned[long])  # nobody is kept waiting
+    assert step(planner)[long] == min(64, 120 - planned[long])  # no decode waits
 
 
 def test_choices_share_blocks_until_they_write() -> None:

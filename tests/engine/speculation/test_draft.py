@@ -119,8 +119,8 @@ def test_a_draft_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: 
 
 
 def test_a_draft_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nobody"):
-        load(checkpoint, f"draft={tmp_path / 'nobody'}")
+    with pytest.raises(CheckpointError, match="absent"):
+        load(checkpoint, f"draft={tmp_path / 'absent'}")
 
 
 @pytest.mark.parametrize(

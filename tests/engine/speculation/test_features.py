@@ -1,4 +1,4 @@
-"""Features of a sequence's tokens are those that came last, as far back as they are kept."""
+"""Features of a sequence's last tokens, up to the number that is kept."""
 
 from __future__ import annotations
 

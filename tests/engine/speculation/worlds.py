@@ -79,8 +79,7 @@ def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = 
 
 
 class Guesses:
-    """Proposes what will come, as known from another run, with some tokens replaced: in place of
-    what a speculator finds, whatever it costs."""
+    """Speculator that proposes the tokens of another run, with some replaced, at any cost."""
 
     def __init__(self, known: Answers, seed: int, share_right: float, most: int = 8) -> None:
         self._known = known

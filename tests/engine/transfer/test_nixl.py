@@ -185,7 +185,7 @@ def test_memory_that_was_not_registered_is_not_read(
 
 
 def test_who_has_no_agent_is_not_read_by_nixl(tmp_path: Path, agent: NixlAgent) -> None:
-    """An endpoint without an agent is pulled from plainly; one that claims an agent falsely is an
+    """An endpoint without an agent is pulled from plainly; an endpoint with a false agent is an
     error."""
     served = Served(tmp_path)
     peers = peers_of(agent)

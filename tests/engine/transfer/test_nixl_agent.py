@@ -1,4 +1,4 @@
-"""An agent of NIXL takes no time while nobody reads, and is gone once it is closed."""
+"""Agent of NIXL: it takes no time without reads, and is gone once it is closed."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_several_at_once(served: Served, way: str) -> None:
 def test_a_loan_that_is_over_too_soon_is_told(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is made, but what it is of nobody knows."""
+    """The copy is made, but its contents are of unknown origin."""
     # Where blocks are sent, they are sent before anybody looks at them.
     spoiled = {"local": "client.copy_runs", "nixl": "client.copy_runs"}.get(
         way, "server.checksum_of"

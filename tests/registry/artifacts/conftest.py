@@ -63,6 +63,6 @@ def bucket(s3_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactCache:
-    """The one that this process and its children use."""
+    """Return the cache that this process and its children use."""
     monkeypatch.setenv("MILLRACE_ARTIFACTS__PATH", str(tmp_path / "artifacts"))
     return ArtifactCache(tmp_path / "artifacts")

@@ -47,7 +47,7 @@ def test_a_folder_is_copied_once_and_again_when_it_has_changed(
     assert second != first
     assert (second / "config.json").read_bytes() == b"{1}"
     assert (first / "config.json").read_bytes() == b"{}"
-    # The weights are there once, whatever snapshots have them.
+    # All snapshots share one copy of the weights.
     assert (second / "sub" / "weights.bin").stat().st_ino == before
     assert len(_objects(tmp_path / "artifacts")) == 3
     assert not list((tmp_path / "artifacts" / "partial").iterdir())
@@ -210,7 +210,7 @@ def test_what_was_used_least_recently_makes_room(bucket: Bucket, tmp_path: Path)
     assert b.exists()
     assert c.exists()
     assert len(_objects(tmp_path / "artifacts")) == 2
-    with opened:  # whoever had it open has it still
+    with opened:  # an open file stays readable
         assert opened.read(1) == b"a"
 
 

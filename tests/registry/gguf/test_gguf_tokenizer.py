@@ -1,4 +1,4 @@
-"""Tokenizers read from GGUF files against those that the files were made of."""
+"""Tokenizers read from GGUF files, compared with the tokenizers that the files were made of."""
 
 from __future__ import annotations
 

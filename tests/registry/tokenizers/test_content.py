@@ -130,7 +130,7 @@ def _messages(texts: Sequence[str]) -> list[ChatMessage]:
     ]
 
 
-# But the one that takes no system message.
+# All but the template that takes no system message.
 SOURCES = (
     *(QWEN, ROLES),
     *(source for kind, (source, _) in FAMILIES.items() if kind is not ToolFormat.MISTRAL),

@@ -231,7 +231,7 @@ async def test_a_run_that_goes_on_under_another_epoch_is_no_life_of_itself(
 
 async def test_what_others_took_is_nobody_s_here(demo: ServedModel) -> None:
     async with bench(demo) as b:
-        b.engine.on_device_times([DeviceTime("nobody", 0, 5.0, over=True)])
+        b.engine.on_device_times([DeviceTime("unknown", 0, 5.0, over=True)])
         await b.dispatch()
         _end(b, 3.0)
         assert (await _record(b)).device_us == 3

@@ -175,8 +175,8 @@ async def _a_cancel_frees_the_blocks_before_the_next_step(
     client.cancel("long")
     client.cancel("other")
     await eventually(lambda: client.stats.num_running == 0)
-    # The report of the first turn after the cancels has no tokens and a full pool; what a step that
-    # was under way then has made is nobody's.
+    # The report of the first turn after the cancels has no tokens and a full pool; tokens of a
+    # step in flight at that time are dropped.
     first = next(i for i, (outputs, _) in enumerate(heard.steps) if not outputs)
     assert heard.steps[first][1].num_free_blocks == 64
     assert not any(outputs for outputs, _ in heard.steps[first:])
@@ -200,7 +200,7 @@ async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
 
 
 class _Counting:
-    """Makes ``left`` tokens for whatever was added last."""
+    """Runner that makes ``left`` tokens for the request that was added last."""
 
     config = resolved(device="cpu")
 

@@ -84,5 +84,5 @@ def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> N
 
 def test_of_nobody_nothing_is_released() -> None:
     slots = SlotTable(1)
-    slots.release("nobody")
+    slots.release("unknown")
     assert slots.share_in_use == pytest.approx(0.0)

@@ -100,7 +100,7 @@ async def engine(model: ServedModel) -> AsyncIterator[ServerEngine]:
 
 
 def _asking(model: ServedModel, name: str, *output: int, **sampling: Any) -> EngineRequest:
-    """A greedy one that ends by the model's own end of a sequence."""
+    """Return a greedy request that ends at the model's end-of-sequence token."""
     asked = request(name, output_token_ids=tuple(output), **sampling)
     return msgspec.structs.replace(asked, eos_token_ids=model.eos_token_ids)
 

@@ -125,7 +125,7 @@ def test_prompts_are_cut_by_the_budget_and_decodes_come_first() -> None:
     long = _sequence("long", range(100, 120), 1)
     batch.add(long)
     _step(batch)
-    assert long.num_computed_tokens == 7  # one of the eight went to the one that decodes
+    assert long.num_computed_tokens == 7  # the decoding sequence took one of the eight
     _step(batch)
     assert long.num_computed_tokens == 14
 

@@ -45,8 +45,8 @@ class Fault(NamedTuple):
 
 
 class DeviceCache:
-    """Blocks whose tokens and positions stand where keys and values do. Whoever looks at them, or
-    changes them, does it after all that was launched before."""
+    """Cache with tokens and positions in place of keys and values. A read or a change of blocks
+    takes effect after all earlier launches."""
 
     def __init__(self, num_blocks: int, block_size_tokens: int, finish: Callable[[], None]) -> None:
         self.num_blocks = self.null_block = num_blocks
@@ -98,10 +98,16 @@ class _Step:
 
 
 class DeviceRunner:
-    """``chooses``: it samples what suits it, else all is the host's. ``says_finite``: it tells
-    what is finite. ``faults`` by the prompt of the request; ``breaks`` says of each launch and
-    each read whether it fails whatever it is of. One of ``not_finite_every`` contexts that end in
-    the completion has no finite logits; 0 is none."""
+    """Runner that stands in for a CUDA device.
+
+    Args:
+        chooses: The device samples supported requests; otherwise the host samples all.
+        says_finite: The device reports which blocks are finite.
+        faults: Faults by the prompt of the request.
+        breaks: Called for each launch and each read; True makes it fail for all its requests.
+        not_finite_every: One of so many contexts that end in the completion has no finite
+            logits; 0 for none.
+    """
 
     num_stages = 1
     is_row_exact = False
@@ -198,7 +204,7 @@ class DeviceRunner:
             known = self._unread and any(
                 i.sequence is sequence and i.samples and i.by_device for i in self._unread[-1].items
             )
-            self._check(bool(known), "nobody chooses the token of a placeholder")
+            self._check(bool(known), "no unread step chooses the token of a placeholder")
             self._check(tokens == [UNREAD_TOKEN] and complete, "a placeholder is out of place")
         capacity = len(sequence.block_table) * self.cache.block_size_tokens
         self._check(begin + num_tokens <= capacity, "tokens have no blocks")

@@ -26,8 +26,8 @@ _WAITING = (*_SINGLE, "nonzero", "masked_select", "_unique2", "unique_consecutiv
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what is asked about contents with 1. While ``recording`` nobody may ask, and nothing
-    may come from the host."""
+    """Dispatch mode that returns 1 for every read of contents. While ``recording``, a read of
+    contents and an input from the host are errors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

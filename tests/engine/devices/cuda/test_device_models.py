@@ -1,4 +1,4 @@
-"""Models on the runner of a device: the answers of transformers, and of nobody's company."""
+"""Models on the runner of a device: the answers of transformers, in every batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The runner of a CUDA device where there is none: whatever a step combines lies on the device, and
-what is recorded asks the host for nothing."""
+"""The runner of a CUDA device, without one: operands of a step lie on the device, and recorded
+steps need nothing from the host."""
 
 from __future__ import annotations
 

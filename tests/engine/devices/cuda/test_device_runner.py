@@ -112,8 +112,8 @@ def test_a_device_answers_as_the_host_does(
 
 
 def test_padding_changes_no_logits(llama: tuple[Path, Any]) -> None:
-    """Recorded steps, padded to larger shapes, against exact ones: same tokens, and NaN in what
-    nobody owns stays there."""
+    """Recorded steps, padded to larger shapes, give the tokens of exact ones; NaN in unowned blocks
+    stays there."""
     exact = make_engine(llama[0], cuda_graphs=False, overlap=False, max_num_sequences=8)
     padded = make_engine(llama[0], cuda_graphs=True, overlap=False, max_num_sequences=8)
     padded._runner.cache.data[:, -1] = float("nan")

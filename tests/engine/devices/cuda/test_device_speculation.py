@@ -1,4 +1,4 @@
-"""Proposed tokens on a device: every token is as without, whatever is proposed and recorded."""
+"""Proposed tokens on a device: no proposal and no recorded step changes a token."""
 
 from __future__ import annotations
 

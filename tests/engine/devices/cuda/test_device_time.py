@@ -1,4 +1,4 @@
-"""Every moment that the device is busy is somebody's, whatever happens to the requests."""
+"""Device time: all of the busy time is charged to requests, even if they fail or are cancelled."""
 
 from __future__ import annotations
 
@@ -167,11 +167,11 @@ def test_a_cancel_is_answered_with_what_the_request_took(llama: tuple[Path, Any]
     for _ in range(4):
         engine.step()
     engine.cancel("a")
-    engine.cancel("nobody")
+    engine.cancel("unknown")
     took, unknown = sorted(engine.pop_device_times(), key=lambda time: time.request_id)
     assert (took.request_id, took.choice, took.over) == ("a", 0, True)
     assert took.device_us > 0
-    assert (unknown.request_id, unknown.device_us, unknown.over) == ("nobody", 0.0, True)
+    assert (unknown.request_id, unknown.device_us, unknown.over) == ("unknown", 0.0, True)
     (live,) = engine.pop_device_times(live=True)
     assert (live.request_id, live.over) == ("b", False)
     assert live.device_us + took.device_us == pytest.approx(engine.stats().busy_s * 1e6)

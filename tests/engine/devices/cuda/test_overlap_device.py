@@ -105,7 +105,7 @@ def test_sequences_under_a_grammar_come_and_go_among_others(
 def test_after_a_failure_the_device_knows_everybody_anew(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties count tokens on the device, also those that were chosen twice."""
+    """The device counts tokens for penalties, even if a token is chosen twice."""
     items = [
         request(f"r{i}", prompt(i, 9, 190), max_tokens=25, presence_penalty=0.7, seed=i)
         for i in range(4)

@@ -12,7 +12,7 @@ from millrace.engine.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 from millrace.engine.kernels.gpu.reference.attention import attend
 from tests.engine.kernels.gpu.closeness import poisoned
 
-# A block that no cache has: whoever looks it up reads far outside.
+# A block that no cache has: its lookup reads far outside of the memory.
 NO_BLOCK = 2**30
 FP8 = torch.float8_e4m3fn
 

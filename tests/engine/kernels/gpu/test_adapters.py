@@ -88,7 +88,7 @@ def in_slots(product: Product, adapters: Sequence[Slices], dtype: torch.dtype) -
 
 
 def step_of(of_rows: Sequence[int], tiling: AdapterTiling) -> AdaptedRows:
-    """``of_rows``: each row's slot, -1 for none. What nobody reads is out of bounds."""
+    """Return a step with each row's slot, -1 for none. Unread entries are out of bounds."""
     packed = torch.full((tiling.num_packed(len(of_rows)),), 1 << 30, dtype=torch.int32)
     step = tiling.views(packed, len(of_rows))
     step.tiles[:, 0] = -1

@@ -1,4 +1,4 @@
-"""Deterministic attention: a row's result is the same, bit by bit, in whatever step it is."""
+"""Deterministic attention: a row's result has the same bits in every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized experts in a stack beside those that torch widens."""
+"""Quantized experts in a stack, compared with experts widened by torch."""
 
 from __future__ import annotations
 

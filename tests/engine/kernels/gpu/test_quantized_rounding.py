@@ -1,4 +1,4 @@
-"""Rows that kernels round beside those that torch does."""
+"""Rounding of rows by kernels, compared with torch."""
 
 from __future__ import annotations
 

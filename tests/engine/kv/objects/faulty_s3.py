@@ -13,9 +13,11 @@ _NOT_FORWARDED = {"host", "connection", "content-length", "transfer-encoding"}
 
 
 class FaultyS3:
-    """Hands requests on to a server, but for what ``fault`` says of those that read objects: a
-    ``cut`` connection in the middle of the contents, ``short`` contents, a ``changed`` byte in
-    them; or of all requests: one that ``hangs`` for a while, or is ``forbidden``."""
+    """Proxy of an S3 server that injects a ``fault``.
+
+    Faults of reads: a ``cut`` connection in the middle of the contents, ``short`` contents, or a
+    ``changed`` byte. Faults of all requests: ``hangs``, for at most 30 s, and ``forbidden``.
+    """
 
     def __init__(self, port: int) -> None:
         self.fault = ""

@@ -47,7 +47,7 @@ class World:
         )
         if settings.disk_cache_path is not None:
             engine.keep_on_disk(block_file(self.model, settings, runner.cache, is_row_exact=exact))
-        # Nobody knows, so that everything is brought.
+        # A computing time of 0 means unknown, so that everything is brought.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0
         return engine
 

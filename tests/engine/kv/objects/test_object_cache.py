@@ -1,4 +1,4 @@
-"""Engines that share an object store find each other's blocks, and compute what is not there."""
+"""Engines that share an object store find each other's blocks, and compute missing blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestSharing:
         stats = other.stats()
         assert (stats.num_object_read_blocks, stats.num_object_read_bytes) == (4, 4 * BLOCK_BYTES)
         assert (stats.object_hit_tokens, stats.disk_hit_tokens, stats.peer_hit_tokens) == (64, 0, 0)
-        # It is there, so nobody writes it once more; the next one finds it as well.
+        # The object is stored, so it is not written again; the next engine finds it as well.
         world.rest(other)
         assert other.stats().num_object_written_blocks == 0
         assert ask(world.start()) == (expected, 64)
@@ -171,7 +171,7 @@ def test_what_takes_longer_to_bring_is_computed(world: World) -> None:
     other = world.start()
     other._tiers.arrivals._compute_s = lambda num_tokens: num_tokens * 1e-6
     assert ask(other)[1] == 0
-    assert other.stats().num_absent_objects == 0  # nobody asked
+    assert other.stats().num_absent_objects == 0  # the store was not asked
     other._tiers.arrivals._compute_s = lambda num_tokens: num_tokens * 0.1
     assert ask(world.start(), HISTORY)[1] == 64
 

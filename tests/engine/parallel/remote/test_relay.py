@@ -105,7 +105,7 @@ def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
     assert lead.relay.ended.wait(WAIT_S)
     assert stage.relay.why == "the rank ended"
     assert lead.relay.why.endswith(" says: the rank ended")
-    assert lead.rank.recv(100) == b"", "whoever watches the rank hears of it"
+    assert lead.rank.recv(100) == b"", "the watcher of the rank sees its end"
     lead.relay.close()
     with pytest.raises(RanksFailedError):
         lead.reader.wait_written(0, bound=False)

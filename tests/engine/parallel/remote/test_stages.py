@@ -223,7 +223,7 @@ async def test_a_host_that_is_killed_ends_the_group_and_leaves_nothing(
     finally:
         host.kill()
     with socket.create_server(("127.0.0.1", port)):
-        """Nobody holds the port."""
+        """The port is free."""
 
 
 def refusals(

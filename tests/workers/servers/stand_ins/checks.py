@@ -1,4 +1,4 @@
-"""Engines on servers that stand in for real ones, and what is asked of each."""
+"""Engines on stand-in servers, and the checks that each of them passes."""
 
 from __future__ import annotations
 

@@ -26,8 +26,10 @@ class Played:
 
 @dataclass
 class Transcript:
-    """``answers`` by path; one that is a function gets the body of the request. ``asked`` are the
-    requests so far: path, body and headers."""
+    """Transcript of a server: ``answers`` by path, and the requests so far in ``asked``.
+
+    A function in ``answers`` gets the body of the request. A request has path, body and headers.
+    """
 
     answers: dict[str, Played | Answer] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
