@@ -48,7 +48,7 @@ def test_a_step_of_one_by_hand() -> None:
     assert step.tpot_ms == pytest.approx(step.weights_ms + step.kv_ms + step.exchange_ms)
 
 
-def test_what_is_gathered_by_hand() -> None:
+def test_gather_times_of_a_head_by_hand() -> None:
     gather = head_gather(Group(LLAMA_70B, 4, 1), 256, 1_024)
     ring_us = 6.6 + 3 * 0.6
     assert gather.logits_us == pytest.approx(ring_us + 0.75 * 2 * 256 * 128_256 / 450e9 * 1e6)

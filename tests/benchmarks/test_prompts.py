@@ -42,7 +42,7 @@ def test_no_run_of_a_load_finds_prompts_of_another(load: Load) -> None:
     assert load.num_requests % load.streams == 0
 
 
-def test_what_is_measured_later_has_prompts_of_its_own() -> None:
+def test_later_measurements_have_prompts_of_their_own() -> None:
     """So that one server can be measured again and again."""
     load, sent = LOADS[0], list[Prompt]()
 

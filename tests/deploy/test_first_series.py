@@ -213,7 +213,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
 
 
-async def test_what_rules_ask_for_is_there_at_first(fresh: list[CollectorRegistry]) -> None:
+async def test_series_of_rules_exist_at_first(fresh: list[CollectorRegistry]) -> None:
     """Every series whose increase a rule computes exists at first."""
     there = [
         (sample.name, sample.labels)

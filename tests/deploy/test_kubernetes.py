@@ -123,7 +123,7 @@ async def test_the_query_and_the_document_name_what_gateways_tell(scaled: dict[s
         assert re.search(rf"^{name}\{{{pattern}\}} ", told, re.MULTILINE), name
 
 
-def test_what_is_scaled_is_the_worker_of_that_model(
+def test_scaler_targets_the_worker_of_its_model(
     worker: dict[str, Any], scaled: dict[str, Any]
 ) -> None:
     assert scaled["spec"]["scaleTargetRef"]["name"] == worker["metadata"]["name"]
@@ -135,7 +135,7 @@ def test_what_is_scaled_is_the_worker_of_that_model(
     assert "replicas" not in worker["spec"]
 
 
-def test_one_replica_is_one_worker_that_is_wanted(scaled: dict[str, Any]) -> None:
+def test_one_replica_is_one_desired_worker(scaled: dict[str, Any]) -> None:
     [trigger] = scaled["spec"]["triggers"]
     assert trigger["metricType"] == "AverageValue"
     assert trigger["metadata"]["threshold"] == "1"

@@ -95,7 +95,7 @@ def test_what_is_no_expression_is_told_apart(broken: str) -> None:
         named_in(broken)
 
 
-def test_alerts_say_whom_they_are_for_and_what_to_do(rules: list[dict[str, Any]]) -> None:
+def test_alerts_name_their_receiver_and_the_remedy(rules: list[dict[str, Any]]) -> None:
     alerts = [rule for rule in rules if "alert" in rule]
     names = [rule["alert"] for rule in alerts]
     assert len(set(names)) == len(names) > 20
@@ -198,7 +198,7 @@ def test_compose_provisions_what_the_boards_need() -> None:
     assert grafana["environment"][name] == services["clickhouse"]["environment"][name]
 
 
-async def test_who_draws_boards_reads_all_but_transcripts() -> None:
+async def test_user_of_boards_reads_all_tables_but_transcripts() -> None:
     text = (ROOT / "deploy" / "clickhouse" / "reader.xml").read_text()
     granted = set(re.findall(r"GRANT SELECT ON millrace\.(\w+)<", text))
     assert text.count("GRANT") == len(granted)

@@ -82,7 +82,9 @@ def test_the_engine_is_a_library(installed: Path, tmp_path: Path) -> None:
     assert 0 < int(done.stdout) <= 6
 
 
-def test_it_serves_in_a_folder_full_of_namesakes(installed: Path, tmp_path: Path) -> None:
+def test_installed_package_serves_in_a_folder_full_of_namesakes(
+    installed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     for name in _NAMESAKES:

@@ -20,7 +20,7 @@ def rows() -> list[tuple[str, str, str]]:
     return re.findall(r"^\| `([^`]+)`<br>`([^`]+)` \| (.+?) \| .* \| .+ \|$", page, re.MULTILINE)
 
 
-def test_it_is_not_stale() -> None:
+def test_page_is_as_generated_from_the_settings() -> None:
     stale = "run: python -m millrace.runtime.settings_reference > docs/configuration.md"
     assert CHECKED_IN.read_text(encoding="utf-8") == settings_reference.text(), stale
 

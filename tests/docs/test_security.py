@@ -32,7 +32,7 @@ def test_each_statement_names_a_test_that_is_there(statement: str) -> None:
         assert name in _tests_of(path), f"{path} has no {name}"
 
 
-def test_all_that_is_said_is_in_lists_and_tables() -> None:
+def test_page_has_only_lists_and_tables() -> None:
     """Headings and the paragraph under the title are the only exceptions."""
     body = TEXT.split("\n## ", 1)[1]
     for block in re.split(r"\n\s*\n", f"## {body}"):

@@ -115,7 +115,7 @@ def test_labels_of_a_mixture_of_experts(tmp_path: Path, family: str) -> None:
     check(tmp_path, PROMPTS[2], last_by_request(drain(engine))["a"])
 
 
-def test_it_makes_no_tokens_but_embeddings(tmp_path: Path) -> None:
+def test_classifier_makes_embeddings_and_no_tokens(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, "Llama", 2)
     engine = Engine.load(tmp_path, EngineConfig(num_blocks=32, device="cpu"))
     engine.add(request("tokens", PROMPTS[1]))

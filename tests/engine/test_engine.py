@@ -164,7 +164,7 @@ def test_logprobs_are_the_models_own(make_engine: MakeEngine, llama: tuple[Path,
     assert by_request["none"].logprobs == ()
 
 
-def test_what_can_never_fit_is_refused_with_numbers_and_others_go_on(
+def test_request_that_can_never_fit_is_refused_with_numbers(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(num_blocks=8)

@@ -58,7 +58,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def test_it_runs_without_brokers_and_servers(tmp_path: Path) -> None:
+def test_engine_runs_without_brokers_and_servers(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny")
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(checkpoint)],

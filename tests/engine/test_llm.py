@@ -138,7 +138,7 @@ def _stop_at(text: str) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "stop": text[3]}
 
 
-def test_what_is_left_out_is_as_the_model_recommends(tmp_path: Path) -> None:
+def test_omitted_parameters_are_as_the_model_recommends(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "tiny")
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1}))
     with LLM(path, **SMALL) as llm:

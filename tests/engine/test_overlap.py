@@ -156,7 +156,7 @@ def test_a_preempted_sequence_waits_until_its_token_is_read() -> None:
     assert not runner.broken
 
 
-def test_blocks_of_who_is_about_to_end_are_waited_for() -> None:
+def test_blocks_of_an_ending_sequence_are_waited_for() -> None:
     """Blocks lack in the step whose plan knows that another sequence ends with the last one."""
     grows = request("grows", prompt(1, 30, 190), max_tokens=25)
     ends = request("ends", prompt(2, 40, 190), max_tokens=19)
@@ -177,7 +177,7 @@ def test_blocks_of_who_is_about_to_end_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("on_read", [False, True])
-def test_a_failure_ends_the_one_at_fault_and_nobody_loses_a_token(on_read: bool) -> None:
+def test_failure_ends_the_request_at_fault_and_no_other_loses_a_token(on_read: bool) -> None:
     items = [request(f"r{i}", prompt(i, 20, 190), max_tokens=12) for i in range(5)]
     wanted = without_overlap(*items)
     faults = {items[3].prompt_token_ids: Fault(0, 25, on_read)}
@@ -193,7 +193,7 @@ def test_a_failure_ends_the_one_at_fault_and_nobody_loses_a_token(on_read: bool)
     assert engine.stats().num_free_blocks == 64
 
 
-def test_a_failure_of_a_token_that_nobody_wants_ends_nobody() -> None:
+def test_failure_of_a_dropped_token_ends_no_request() -> None:
     """The step behind a stop token fails: when that is known, the sequence is over."""
     wanted = without_overlap(request("r", PROMPT, max_tokens=30))["r"]
     place = place_of_new_token(wanted)

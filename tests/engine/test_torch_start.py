@@ -33,7 +33,7 @@ print(json.dumps({
 """
 
 
-def test_what_compilers_need_is_there_when_they_ask_for_it() -> None:
+def test_deferred_modules_load_when_compilers_need_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False
     )

@@ -130,7 +130,7 @@ def test_deterministic_answers_do_not_depend_on_others(
     assert answered(_engine(path, **config), requests) == alone
 
 
-def test_what_is_brought_beside_steps_arrives_whole() -> None:
+def test_copies_beside_steps_arrive_whole() -> None:
     """Several threads copy parts that are larger and smaller than a pinned piece."""
     device = CudaDevice(torch.device("cuda"))
     sizes = (5, 6_000_001, 3, 9_000_000)

@@ -72,7 +72,7 @@ def test_an_adapter_of_the_hub_is_kept_by_its_commit(
         adapter_folder(adapter.source, "sql", "another version")
 
 
-def test_what_the_hub_refuses_is_told_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_of_the_hub_names_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: Any, **__: Any) -> str:
         raise errors.LocalEntryNotFoundError("no network")
 

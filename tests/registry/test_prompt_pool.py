@@ -65,7 +65,7 @@ async def test_a_tenant_has_half_of_the_threads_and_others_take_turns(pool: Prom
     assert pool.num_works == 0
 
 
-async def test_who_gives_up_keeps_the_thread_until_it_is_free(pool: PromptPool) -> None:
+async def test_caller_that_gives_up_keeps_its_thread_until_it_is_free(pool: PromptPool) -> None:
     held = Held()
     given_up = asyncio.create_task(pool.run("acme", LONG, lambda: held.work("first")))
     await eventually(lambda: held.begun == ["first"])

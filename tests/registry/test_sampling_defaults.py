@@ -80,7 +80,7 @@ def published(**sampling: Any) -> SamplingOptions:
     return msgspec.json.decode(json.dumps(job), type=Job).sampling
 
 
-def test_every_door_has_the_same_defaults(path: Path) -> None:
+def test_every_endpoint_has_the_same_defaults(path: Path) -> None:
     served = load(path)
     assert served.sampling_defaults == DEFAULTS
     for door in (chat, published):

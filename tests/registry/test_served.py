@@ -199,7 +199,7 @@ def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> N
     assert not refused.value.message.endswith("..")
 
 
-def test_what_a_template_of_a_request_must_not_do(served: ServedModel) -> None:
+def test_forbidden_operations_in_a_request_s_template_are_refused(served: ServedModel) -> None:
     """The template is refused for that reason, with a message."""
     for source in (
         "{{ 'a' * 10**15 }}",

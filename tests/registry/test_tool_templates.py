@@ -217,7 +217,7 @@ def test_the_name_of_the_tool_goes_with_its_result() -> None:
     assert text.endswith("weather/a now/b ")
 
 
-def test_in_plain_text_where_the_template_knows_no_tools() -> None:
+def test_tools_are_described_in_plain_text_where_the_template_knows_none() -> None:
     template = ChatTemplate(STRICT, {})
     system, rest = template.render(CHAT, [WEATHER, NOW]).split("[user]", 1)
     assert system.startswith("[system]You have tools.")
@@ -245,7 +245,9 @@ def test_the_system_s_own_words_come_first() -> None:
 
 
 @pytest.mark.parametrize("system", [[], [ChatMessage("system", "Be brief.")]])
-def test_in_the_question_where_there_can_be_no_system(system: list[ChatMessage]) -> None:
+def test_tools_are_described_in_the_question_where_no_system_message_is_allowed(
+    system: list[ChatMessage],
+) -> None:
     text = ChatTemplate("{% set no_system = true %}" + STRICT, {}).render([*system, ASKED], [NOW])
     words = "Be brief.\n\n" if system else ""
     assert text.startswith(f"[user]{words}You have tools.")

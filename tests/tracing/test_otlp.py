@@ -139,7 +139,7 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [line for line in caplog.records if not line.name.startswith(("urllib3", "asyncio"))]
 
 
-async def test_nobody_listens_and_the_process_ends_at_once() -> None:
+async def test_process_ends_at_once_without_a_collector() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         tracing = _tracing(f"http://127.0.0.1:{taken.getsockname()[1]}")

@@ -171,7 +171,7 @@ def test_searches_that_need_one_another_s_blocks_all_end(
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_blocks": 12, "max_num_sequences": 5}])
-def test_company_changes_nothing_for_anybody(
+def test_searches_and_other_requests_do_not_change_one_another(
     make_engine: MakeEngine, llama: tuple[Path, Any], limits: dict[str, int]
 ) -> None:
     others = [
@@ -224,7 +224,7 @@ def test_a_prompt_that_is_cached_gives_the_same_answers(
         assert {o.num_cached_tokens for o in outputs if o.started} == {num_cached}
 
 
-def test_what_a_search_says_while_it_runs(make_engine: MakeEngine) -> None:
+def test_search_reports_admission_first_tokens_and_answers(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_tokens=16)
     engine.add(beams("r", prompt(3, 20), n=2, max_tokens=3))
     assert [(o.started, o.finished) for o in engine.step()] == [(True, False)]
@@ -321,7 +321,7 @@ def test_nothing_of_a_poisoned_beam_stays_in_the_cache(
         ({"n": 16, "stop_token_ids": tuple(range(180))}, "n is too large"),
     ],
 )
-def test_what_no_search_can_do_is_refused_by_name(
+def test_unsupported_options_of_a_search_are_refused_by_name(
     make_engine: MakeEngine, params: dict[str, Any], says: str
 ) -> None:
     engine = make_engine()

@@ -154,7 +154,7 @@ def test_a_bound_cuts_it(engine: Engine, tokenizer: Tokenizer) -> None:
     assert re.fullmatch("[a-z]+", told.text("a"))
 
 
-def test_it_goes_on_while_the_end_is_ignored_and_something_can_follow(
+def test_completion_goes_on_while_the_end_is_ignored_and_text_can_follow(
     engine: Engine, tokenizer: Tokenizer
 ) -> None:
     told = run(
@@ -283,7 +283,7 @@ def test_a_resumed_completion_goes_on_where_it_was(engine: Engine, tokenizer: To
             assert told.reason("a") is FinishReason.STOP
 
 
-def test_what_was_complete_already_ends_at_once(engine: Engine, tokenizer: Tokenizer) -> None:
+def test_resumed_complete_text_ends_at_once(engine: Engine, tokenizer: Tokenizer) -> None:
     tokens = run(engine, tokenizer, ask("a", regex("[ab]{5}"))).tokens["a", 0]
     told = run(engine, tokenizer, ask("a", regex("[ab]{5}"), output_token_ids=tuple(tokens)))
     assert told.tokens["a", 0] == []
@@ -329,7 +329,7 @@ class SlowCompiler:
         monkeypatch.setattr(GrammarLibrary, "compile", compile_late)
 
 
-def test_a_slow_grammar_holds_up_nobody(
+def test_slow_grammar_delays_no_other_request(
     path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(path)

@@ -306,7 +306,7 @@ def test_a_grammar_that_is_there_makes_sequences_ready_at_once(bytes_tokenizer: 
     assert resumed.ready
 
 
-def test_whatever_goes_wrong_settles_the_request(bytes_tokenizer: Tokenizer) -> None:
+def test_any_failure_of_a_grammar_ends_its_request(bytes_tokenizer: Tokenizer) -> None:
     library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
     settled = threading.Semaphore(0)
 
@@ -377,7 +377,7 @@ _REPEATED = [f'A{i}: (A{i + 1} | "z")+' for i in range(300)]
         (ebnf("\n".join(['start: "x" A0', *_REPEATED, 'A300: "x"'])), "too many expressions"),
     ],
 )
-def test_what_would_end_or_stop_the_engine_costs_one_request(
+def test_grammar_that_would_crash_or_hang_the_engine_costs_one_request(
     probe: GrammarProbe, grammar: Grammar, why: str
 ) -> None:
     with pytest.raises(GrammarError, match=why):

@@ -230,7 +230,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_is_kept(library: GrammarLibrary, name: str) -> None:
+def test_texts_of_supported_schemas_fit_their_schema(library: GrammarLibrary, name: str) -> None:
     value = KEPT[name]
     counts = "minProperties" in str(value) or "maxProperties" in str(value)
     for seed in range(_NUM_SEEDS):
@@ -280,7 +280,7 @@ def _random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
     return {keyword: [_random_schema(source, depth + 1) for _ in range(source.randint(2, 3))]}
 
 
-def test_whatever_is_not_refused_is_kept(library: GrammarLibrary) -> None:
+def test_texts_of_any_accepted_schema_fit_it(library: GrammarLibrary) -> None:
     num_kept = 0
     for number in range(150):
         source = random.Random(number)
@@ -299,7 +299,7 @@ def test_whatever_is_not_refused_is_kept(library: GrammarLibrary) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_refused_by_place_and_keyword(
+def test_unsupported_schemas_are_refused_by_place_and_keyword(
     library: GrammarLibrary, name: str
 ) -> None:
     value, words = REFUSED[name]

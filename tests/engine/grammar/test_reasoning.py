@@ -126,7 +126,9 @@ def test_thoughts_end_by_themselves(engine: Engine, tokenizer: Tokenizer) -> Non
     assert len(told(tokenizer, made.tokens["r", 0])[1]) == 3
 
 
-def test_it_goes_on_behind_any_of_its_tokens(engine: Engine, tokenizer: Tokenizer) -> None:
+def test_completion_with_thoughts_resumes_behind_any_token(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
     for grammar in (_LIGHT, None):
         request = limited("r", grammar, 4, max_tokens=30)
         whole = run(engine, tokenizer, request).tokens["r", 0]

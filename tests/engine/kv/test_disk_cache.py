@@ -223,7 +223,7 @@ def test_the_longest_unused_gives_way(world: World) -> None:
     assert [_ask(engine, prompt(number, 90))[1] for number in (0, 2)] == [0, 80]
 
 
-def test_who_is_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
+def test_request_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
     engine = world.start()
     _ask(engine)
     world.rest(engine)
@@ -251,7 +251,7 @@ def test_several_completions_of_a_prompt_that_is_on_disk(world: World) -> None:
 
 
 @pytest.mark.parametrize("config", [{"prefix_cache": False}, {"host_cache_bytes": 0}])
-def test_it_needs_what_it_is_below(world: World, config: dict[str, Any]) -> None:
+def test_disk_cache_needs_the_tiers_above_it(world: World, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"disk_cache_path needs engine\.prefix_cache"):
         world.start(**config)
 

@@ -97,7 +97,7 @@ def test_without_memory_it_goes_on_without(caplog: pytest.LogCaptureFixture) -> 
         max_size=40,
     ),
 )
-def test_any_history_keeps_it_whole(
+def test_host_cache_stays_consistent_over_any_history(
     num_slots: int, operations: list[tuple[str, list[int]]]
 ) -> None:
     shelf = Shelf(num_slots)

@@ -102,7 +102,7 @@ def test_without_a_prefix_cache_there_is_nothing_to_tell(make_engine: MakeEngine
     assert engine.pop_prefix_changes() is None
 
 
-def test_more_than_is_noted_is_told_as_a_whole() -> None:
+def test_overflow_of_changes_is_reported_as_the_whole_cache() -> None:
     kept = {bytes([number]) * 16: None for number in range(9)}
     log = KvEvents(kept.__contains__, lambda: kept, max_noted=4)
     for key in kept:

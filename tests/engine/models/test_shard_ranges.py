@@ -174,6 +174,6 @@ def test_there_are_no_experts_to_split() -> None:
         check_shard(MODEL, 2, splits_experts=True)
 
 
-def test_there_is_a_rank() -> None:
+def test_zero_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 0; there is at least 1 rank"):
         check_shard(MODEL, 0, splits_experts=False)

@@ -104,7 +104,7 @@ def test_deep_models_are_split_at_once() -> None:
     assert max(lengths) == 8
 
 
-def test_only_all_of_it_is_whole() -> None:
+def test_shard_is_whole_only_with_all_layers() -> None:
     assert Shard().is_whole
     assert not Shard(0, 2).is_whole
     first, middle, last = stages_of(3)
@@ -114,7 +114,7 @@ def test_only_all_of_it_is_whole() -> None:
     assert not any(stage.is_sliced for stage in (first, middle, last))
 
 
-def test_there_is_a_stage() -> None:
+def test_zero_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel is 0; there is at least 1 stage"):
         check_shard(MODEL, 1, splits_experts=False, num_stages=0)
 

@@ -119,7 +119,9 @@ def finite_requests(seed: int) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_asked_for_is_answered_as_by_one_rank(engines: list[Engine], seed: int) -> None:
+def test_all_kinds_of_requests_are_answered_as_by_one_rank(
+    engines: list[Engine], seed: int
+) -> None:
     """Drawn with seeds and penalties, with log-probabilities of tokens and prompts, several
     choices, and cached prefixes whose last block is copied."""
     assert len(both(engines, finite_requests(seed))) > 8
@@ -162,7 +164,7 @@ def test_adapters_take_turns_in_the_slot_of_every_rank(
     assert engines[1].stats().num_adapter_evictions >= 2
 
 
-def test_what_cannot_be_read_is_no_adapter(engines: list[Engine], tmp_path: Path) -> None:
+def test_unreadable_adapter_is_refused(engines: list[Engine], tmp_path: Path) -> None:
     save_adapter(tmp_path / "gone", save_model(tmp_path, "Llama", **SHAPE), seed=5)
     adapter = engine_adapter(tmp_path / "gone")
     (tmp_path / "gone" / "adapter_model.safetensors").unlink()
@@ -215,7 +217,7 @@ def test_a_stage_computes_a_step_while_another_is_in_the_next_one(engines: list[
     assert (engine.stats().num_steps - before > 9 * 2) == (num_stages == 2)
 
 
-def test_one_that_ends_in_the_middle_of_a_step_leaves_its_row_alone(engines: list[Engine]) -> None:
+def test_sequence_that_ends_within_a_step_leaves_its_row_alone(engines: list[Engine]) -> None:
     """Another sequence has the row at once, and its penalised tokens are counted there."""
     for engine in engines:
         for i in range(6):

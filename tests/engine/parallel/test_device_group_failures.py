@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
         drain(pair)
 
 
-async def test_what_goes_wrong_on_rank_0_ends_the_group(
+async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the others have been told, who wait for it in the middle of a step."""
@@ -142,7 +142,7 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_group_of_devices_is_not(
+def test_unsupported_settings_of_a_group_of_devices_are_refused(
     llama: Path, settings: dict[str, Any], message: str
 ) -> None:
     before = {child.pid for child in psutil.Process().children()}

@@ -188,7 +188,7 @@ def test_steps_are_recorded_without_the_host(
         pytest.param(Shard(0, 1, False, 0, 2), [], ["send to 1"], id="a rank each"),
     ],
 )
-def test_what_goes_from_stage_to_stage_is_not_recorded(
+def test_messages_between_stages_are_not_recorded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     shard: Shard,

@@ -116,7 +116,7 @@ def test_each_rank_has_its_own_of_the_next_stage(places: Places) -> None:
     assert [len(links.exchanges) for links in (*first, *last)] == [3, 1, 3, 1]
 
 
-def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+def test_rank_that_does_not_come_is_given_up(places: Places) -> None:
     [[first], [last]] = met(places, 2)
     for links in (first, last):
         for exchange in links.exchanges:

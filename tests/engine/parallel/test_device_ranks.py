@@ -100,7 +100,7 @@ def test_all_have_what_rank_0_has_and_agree_on_the_least(places: Places) -> None
     assert on_all(3, share) == [([7] * 4, [8, 0])] * 3
 
 
-def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+def test_rank_that_does_not_come_is_given_up(places: Places) -> None:
     ranks = met(places, 2)
     on_all(2, lambda rank: ranks[rank].wait_at_most(0.2))
     with pytest.raises(RanksFailedError):

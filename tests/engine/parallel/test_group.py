@@ -107,7 +107,7 @@ def test_a_group_has_the_tokens_of_one_rank(
 
 
 @pytest.mark.parametrize("settings", [{"ranks": 2}, {"ranks": 1, "pipeline_parallel": 2}], ids=str)
-def test_what_an_engine_can_do_it_can_do_with_a_group(
+def test_all_kinds_of_requests_run_on_a_group(
     llama: tuple[Path, Any], tmp_path: Path, settings: dict[str, int]
 ) -> None:
     """Log-probabilities of prompts, embeddings, several choices, beams, adapters, cached prefixes
@@ -255,7 +255,7 @@ async def test_no_adapter_is_waited_for_from_a_rank_that_has_ended(pair: Engine)
         members.wait_loaded(number)
 
 
-async def test_what_goes_wrong_on_rank_0_ends_the_group(
+async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in the middle of a step."""
@@ -312,7 +312,7 @@ def _runs(pid: int) -> bool:
     ],
     ids=str,
 )
-def test_what_a_group_is_not(
+def test_unsupported_settings_of_a_group_are_refused(
     llama: tuple[Path, Any], settings: dict[str, Any], message: str
 ) -> None:
     before = {child.pid for child in psutil.Process().children()}

@@ -140,7 +140,7 @@ def test_messages_come_in_their_order_however_long_they_are(channels: list[LinkC
             assert one.result() == messages
 
 
-def test_one_who_waits_hears_that_the_group_has_ended(channels: list[LinkChannel]) -> None:
+def test_waiting_rank_hears_that_the_group_has_ended(channels: list[LinkChannel]) -> None:
     lead, other, _ = channels
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.receive)

@@ -138,7 +138,7 @@ def test_the_others_hear_what_rank_0_says(group: list[Ranks]) -> None:
     assert _on_all(group, talk)[1:] == [[b"first of two", b"second"]] * 2
 
 
-def test_who_does_not_come_in_time_ends_the_group(make: Make, tmp_path: Path) -> None:
+def test_rank_that_does_not_come_in_time_ends_the_group(make: Make, tmp_path: Path) -> None:
     ranks = make(2, 0.2, tmp_path)
     with pytest.raises(RanksFailedError):
         ranks[0].all_reduce(torch.zeros(4))
@@ -179,7 +179,7 @@ class TestSharedMemory:
         for own in _on_all(_shared(size, TIMEOUT_S, Path()), reduce):
             assert torch.equal(own, wanted)
 
-    def test_who_waits_is_told_that_the_group_has_ended(self) -> None:
+    def test_waiting_rank_learns_that_the_group_has_ended(self) -> None:
         ranks = _shared(2, TIMEOUT_S, Path())
         with _threads(2) as pool:
             meeting = pool.submit(ranks[1].all_reduce, torch.zeros(4))

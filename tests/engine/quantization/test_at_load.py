@@ -111,7 +111,7 @@ def test_a_bad_word_is_told_the_good_ones(wide: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EngineKind if kind is not EngineKind.REAL])
-def test_it_is_for_our_own_engine(kind: EngineKind) -> None:
+def test_quantization_at_load_is_for_our_own_engine(kind: EngineKind) -> None:
     check_quantization("int8", EngineKind.REAL)
     check_quantization(None, kind)
     with pytest.raises(ConfigError, match=f"own engine, and {kind} runs this model"):

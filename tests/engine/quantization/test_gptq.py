@@ -27,7 +27,7 @@ def output_error(made: QuantizedWeight, weight: torch.Tensor, rows: torch.Tensor
 
 
 @pytest.mark.parametrize("num_inputs", [256, 160, 48])
-def test_it_is_far_better_than_rounding_where_inputs_go_together(
+def test_gptq_is_far_better_than_rounding_for_correlated_inputs(
     num_inputs: int,
 ) -> None:
     weight, rows = drawn(32, num_inputs), correlated(2048, num_inputs)
@@ -67,7 +67,7 @@ def plainly(weight: torch.Tensor, hessian: torch.Tensor, size: int) -> torch.Ten
     return values
 
 
-def test_it_is_what_the_paper_says() -> None:
+def test_gptq_gives_the_values_of_the_paper() -> None:
     """The weight has several blocks and groups. A tie that falls otherwise in float32 moves later
     values, so that not every last value is the same."""
     weight, rows = drawn(6, 192), correlated(1024, 192)

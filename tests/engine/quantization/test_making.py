@@ -98,7 +98,7 @@ def test_transformers_computes_with_the_rounded_weights(
 
 
 @pytest.mark.parametrize("scheme", list(QuantizerScheme))
-def test_it_says_what_it_is(tmp_path: Path, scheme: QuantizerScheme) -> None:
+def test_quantized_checkpoint_describes_itself(tmp_path: Path, scheme: QuantizerScheme) -> None:
     save_model(tmp_path / "wide", "Llama", **SHAPE)
     made(tmp_path / "wide", tmp_path / "made", scheme, group_inputs=64)
     config = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -279,7 +279,7 @@ def test_a_folder_with_something_in_it_is_left_alone(wide: Path, tmp_path: Path)
     refused(ConfigError, "made is not empty", wide, tmp_path / "made")
 
 
-def test_what_is_quantized_is_not_quantized_again(wide: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoint_is_not_quantized_again(wide: Path, tmp_path: Path) -> None:
     made(wide, tmp_path / "made", QuantizerScheme.W8A8_INT8)
     refused(CheckpointError, "quantized already", tmp_path / "made", tmp_path / "again")
     copy = shutil.copytree(wide, tmp_path / "older")

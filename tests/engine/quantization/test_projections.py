@@ -165,7 +165,7 @@ def test_experts_are_quantized_at_load(tmp_path: Path) -> None:
     assert isinstance(mixture.experts[0].down, DequantizedLinear)
 
 
-def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantized_weights_are_not_quantized_again(tmp_path: Path) -> None:
     saved(tmp_path, {"self_attn|mlp": gptq(4, 32)}, GPTQ)
     with pytest.raises(ConfigError, match="already, by gptq"):
         weights_of(tmp_path, quantize=by_outputs)

@@ -54,7 +54,7 @@ def check(
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64, 4096])
-def test_they_are_those_of_the_model_in_any_chunks(
+def test_prompt_logprobs_are_those_of_the_model_in_any_chunks(
     make_engine: MakeEngine, llama: tuple[Path, Any], max_batch_tokens: int
 ) -> None:
     engine = make_engine(max_batch_tokens=max_batch_tokens, num_blocks=256)
@@ -91,7 +91,7 @@ def test_a_prefix_that_is_cached_is_computed_again(
     check(reported(drain(engine), "r"), llama[1], token_ids, 1)
 
 
-def test_preempted_in_the_middle_they_come_once_and_whole(
+def test_preempted_request_has_its_prompt_logprobs_once_and_whole(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine(num_blocks=14, max_batch_tokens=16)
@@ -104,7 +104,7 @@ def test_preempted_in_the_middle_they_come_once_and_whole(
         check(reported(outputs, name), llama[1], token_ids, 2)
 
 
-def test_of_several_choices_the_first_has_them(
+def test_first_of_several_choices_has_the_prompt_logprobs(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine()
@@ -115,7 +115,7 @@ def test_of_several_choices_the_first_has_them(
     assert [o.choice for o in outputs if o.prompt_logprobs] == [0]
 
 
-def test_a_resumed_request_has_them_of_its_prompt_alone(
+def test_resumed_request_has_logprobs_of_its_prompt_alone(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine(max_batch_tokens=16)

@@ -147,7 +147,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert all(token is not None for token in together.token_ids)
 
 
-def test_a_batch_is_cut_where_the_cache_ends_and_nobody_notices() -> None:
+def test_split_of_a_batch_changes_no_draw() -> None:
     vocab_size = 40_000
     logits = random_logits(70, vocab_size=vocab_size)
     rows = [row(seed=i, temperature=i % 2, top_p=(1.0, 0.9)[i // 2 % 2]) for i in range(70)]

@@ -115,7 +115,7 @@ def test_what_stays_is_what_transformers_keeps(
     assert differing <= 1
 
 
-def test_of_equals_at_the_edge_all_stay() -> None:
+def test_ties_at_the_edge_are_all_kept() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 1.0, 0.0] + [-9.0] * 100] * 3)
     params = [SamplingParams(top_k=3), SamplingParams(top_p=0.92), SamplingParams(min_p=0.1)]
     for row in kept(logits, params):

@@ -136,7 +136,7 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_comes_back() -> None
     assert planner.tables.pool.num_free_blocks == 6
 
 
-def test_whoever_waits_gains_a_level_in_each_ageing_s() -> None:
+def test_waiting_sequence_gains_a_level_in_each_ageing_s() -> None:
     planner = make_planner(max_num_sequences=1, ageing_s=10.0)
     running = sequence(3, 2)
     planner.add(running)
@@ -179,7 +179,7 @@ def test_an_arrival_of_higher_priority_takes_slot_and_blocks_from_the_lowest() -
     assert last not in step(planner)  # no sequence has lower priority
 
 
-def test_nobody_is_preempted_for_one_that_does_not_fit_anyway() -> None:
+def test_no_sequence_is_preempted_for_one_that_does_not_fit_anyway() -> None:
     planner = make_planner(num_blocks=12, max_num_sequences=3)
     held, low = sequence(20, 4, 2), sequence(8, 10)
     planner.add(held)
@@ -285,7 +285,7 @@ def test_choices_share_blocks_until_they_write() -> None:
     assert parent.block_table[0] == child.block_table[0]
 
 
-def test_what_is_not_known_to_be_finite_is_scrubbed() -> None:
+def test_blocks_not_known_to_be_finite_are_scrubbed() -> None:
     memory = FakeMemory()
     planner = make_planner(num_blocks=8, max_batch_tokens=6, memory=memory)
     half = sequence(20)
@@ -319,7 +319,7 @@ ARRIVALS = st.lists(
     max_batch_tokens=st.integers(1, 40),
     max_num_sequences=st.integers(1, 6),
 )
-def test_everyone_ends_and_nothing_leaks(
+def test_every_sequence_ends_and_no_block_leaks(
     arrivals: list[tuple[int, int, int, int, int | None]],
     num_blocks: int,
     max_batch_tokens: int,

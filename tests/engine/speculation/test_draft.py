@@ -57,7 +57,7 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"num_blocks": 16, "host_cache_bytes": 0, "prefix_cache": False},
     ],
 )
-def test_nothing_changes(
+def test_draft_changes_no_token(
     checkpoint: Path, draft: Path, known: Answers, settings: dict[str, Any]
 ) -> None:
     gaps = [random.Random(3).randrange(4) for _ in range(26)]
@@ -69,7 +69,7 @@ def test_nothing_changes(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_most_of_what_it_says_comes_at_any_temperature(
+def test_most_draft_tokens_are_accepted_at_any_temperature(
     checkpoint: Path, draft: Path, temperature: float
 ) -> None:
     engine = load(checkpoint, f"draft={draft}")

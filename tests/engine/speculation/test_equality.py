@@ -107,7 +107,7 @@ def test_any_guess_changes_nothing(
 
 
 @pytest.mark.parametrize("settings", _ENGINES[:3])
-def test_what_is_found_changes_nothing(
+def test_proposals_of_the_speculator_change_no_token(
     checkpoint: Path, known: Answers, settings: dict[str, Any]
 ) -> None:
     engine = load(checkpoint, "ngram", **settings)
@@ -145,7 +145,7 @@ def _behind(one: EngineRequest, tokens: list[int]) -> EngineRequest:
     )
 
 
-def test_a_token_that_is_not_finite_harms_nobody_unless_it_comes(
+def test_proposed_non_finite_token_fails_only_a_request_that_accepts_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def requests() -> list[EngineRequest]:
@@ -182,7 +182,7 @@ class _Poisoning:
 
 
 @pytest.mark.parametrize("what", ["look", "select", "launch", "sample"])
-def test_what_fails_in_between_changes_nothing_else(
+def test_failures_in_between_change_no_other_request(
     checkpoint: Path, known: Answers, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     generator = random.Random(6)

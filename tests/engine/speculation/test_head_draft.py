@@ -87,7 +87,7 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"quantization": "int8"},
     ],
 )
-def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
+def test_head_changes_no_token(world: _World, settings: dict[str, Any]) -> None:
     gaps = [random.Random(3).randrange(4) for _ in range(26)]
     known = world.known
     other = {
@@ -148,20 +148,20 @@ def _share(engine: Engine, requests: list[EngineRequest], known: Answers | None 
 
 # So narrow a target is only sure of anything where it is cold.
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
-def test_most_of_what_it_says_comes_drawn_or_not(copier: _World, temperature: float) -> None:
+def test_most_head_tokens_are_accepted_drawn_or_greedy(copier: _World, temperature: float) -> None:
     requests = _texts(temperature)
     known = run(load(copier.target, "off"), requests)
     assert _share(copier.engine(), requests, known) > 0.5
 
 
-def test_it_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
+def test_head_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
     requests = _texts(0.2, 45, n=3)
     known = run(load(copier.target, "off"), requests)
     assert _share(copier.engine(), requests, known) > 0.5
 
 
 @pytest.mark.usefixtures("warm_processes")
-def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
+def test_head_drafts_for_a_group_of_ranks(copier: _World) -> None:
     requests = _texts(0.0)
     without = load(copier.target, "off", tensor_parallel=2)
     known, known_of_load = run(without, requests), run(without, _load(0))
@@ -171,7 +171,7 @@ def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [290, 304, 305])
-def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_tokens: int) -> None:
+def test_head_begins_behind_cached_blocks(copier: _World, num_tokens: int) -> None:
     engine = copier.engine()
     _share(engine, _texts(0.0, num_tokens))
     computed = engine.stats().prefill_tokens
@@ -179,7 +179,7 @@ def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_token
     assert engine.stats().prefill_tokens <= computed + 3 * 16
 
 
-def test_it_begins_late_where_more_waits_than_is_kept(
+def test_head_begins_late_where_more_features_wait_than_are_kept(
     copier: _World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "MOST_WAITING_TOKENS", 50)
@@ -211,7 +211,7 @@ def test_a_head_that_fails_costs_its_proposals_only(
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_nothing_is_kept_for_nobody(copier: _World) -> None:
+def test_no_features_are_kept_without_a_head(copier: _World) -> None:
     engine = load(copier.target, "ngram")
     engine.add(_texts(0.0)[0])
     engine.step()

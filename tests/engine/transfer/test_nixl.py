@@ -184,7 +184,7 @@ def test_memory_that_was_not_registered_is_not_read(
     peers.close()
 
 
-def test_who_has_no_agent_is_not_read_by_nixl(tmp_path: Path, agent: NixlAgent) -> None:
+def test_lender_without_an_agent_is_not_read_by_nixl(tmp_path: Path, agent: NixlAgent) -> None:
     """An endpoint without an agent is pulled from plainly; an endpoint with a false agent is an
     error."""
     served = Served(tmp_path)

@@ -65,7 +65,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_pull(
     peers.close()
 
 
-def test_who_is_killed_in_the_middle_of_a_pull_gives_back_what_it_was_lent(
+def test_puller_killed_in_the_middle_of_a_pull_gives_back_its_loan(
     served: Served, agent: NixlAgent
 ) -> None:
     with reader_apart(served.nixl) as reader:
@@ -97,7 +97,7 @@ def test_a_loan_that_ends_in_the_middle_of_a_pull(
     served.close()
 
 
-def test_what_hangs_is_given_up_and_its_scratch_not_used_before_it_ends(
+def test_hanging_read_is_given_up_and_its_scratch_not_used_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that is given up may still write: nothing else is read there until it has ended. By

@@ -180,7 +180,7 @@ def test_a_wrong_token_is_told_nothing(served: Served, way: str) -> None:
 
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("cut", [0, 1, 30, 59, 60, 61, 71, 72, 80, 91])
-def test_what_is_cut_anywhere_ends_one_connection(served: Served, way: str, cut: int) -> None:
+def test_truncated_frame_ends_one_connection(served: Served, way: str, cut: int) -> None:
     said = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
     with served.connect(way) as sock:
         sock.sendall(said[:cut])
@@ -273,7 +273,7 @@ def test_memory_that_can_shrink_or_is_too_small_is_not_mapped() -> None:
         map_blocks(pages.fd, SHAPE)
 
 
-def test_who_maps_memory_cannot_write_to_it() -> None:
+def test_mapped_memory_is_read_only() -> None:
     pages = SharedPages(1 << 16)
     pages.pages[0] = 7
     with pytest.raises(PermissionError):

@@ -62,7 +62,7 @@ def test_only_what_is_wanted_is_fetched(bucket: Bucket, cache: ArtifactCache) ->
         cache.fetch(f"{bucket.address}/m", ("*.safetensors",), "Model m")
 
 
-def test_what_cannot_be_had_is_told(
+def test_failed_fetch_is_reported(
     bucket: Bucket, cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelSourceError, match=r"Model m: s3://nobucket/m does not exist"):

@@ -177,7 +177,7 @@ async def test_shares_and_idle_are_all_that_was_counted(
     assert meter.charged_j + meter.idle_j == pytest.approx(meter.counted_j)
 
 
-async def test_busy_time_is_shared_and_idle_power_is_nobody_s() -> None:
+async def test_busy_energy_is_shared_and_idle_energy_is_not_charged() -> None:
     world = _World()
     meter = world.meter
     await meter.read()

@@ -23,7 +23,9 @@ from tests.support.waiting import eventually
 from tests.workers.scripted import bench, line_of
 
 
-async def test_its_leases_are_released(demo: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_of_a_failed_worker_are_released(
+    demo: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
 
@@ -85,7 +87,9 @@ def config_of(nats_config: NatsConfig, folder: Path) -> Config:
     )
 
 
-async def test_it_lives_again(failing: Failing, nats_config: NatsConfig, tmp_path: Path) -> None:
+async def test_failed_worker_starts_again(
+    failing: Failing, nats_config: NatsConfig, tmp_path: Path
+) -> None:
     serving = asyncio.create_task(serve(config_of(nats_config, tmp_path)))
     await eventually(lambda: len(failing.lives()) == 1)
     failing.num_to_fail = 1

@@ -109,7 +109,7 @@ async def test_a_cut_off_worker_drops_what_runs_elsewhere_though_nobody_told_it(
         assert b.worker.requests.num_running == 1
 
 
-async def test_where_nobody_can_say_the_lease_lapses_and_the_end_is_made_with_the_next(
+async def test_unconfirmed_lease_lapses_and_the_next_delivery_makes_the_end(
     demo: ServedModel,
 ) -> None:
     async with bench(demo) as b:

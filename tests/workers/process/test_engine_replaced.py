@@ -104,7 +104,7 @@ async def test_text_that_was_held_back_is_not_lost(demo: ServedModel) -> None:
         assert b.engine.cancelled == ["r1:1"]
 
 
-async def test_what_comes_and_goes_meanwhile(demo: ServedModel) -> None:
+async def test_requests_that_come_and_go_during_a_replacement(demo: ServedModel) -> None:
     async with bench(demo) as b:
         await b.dispatch(b.job("old"))
         await b.dispatch(b.job("left"))
@@ -283,7 +283,7 @@ async def test_a_group_has_its_devices_while_its_engine_is_replaced() -> None:
     run.cancel()
 
 
-async def test_everybody_hears_at_once_that_the_engine_is_down_and_up_again(
+async def test_heartbeat_reports_at_once_that_the_engine_is_down_and_up_again(
     demo: ServedModel,
 ) -> None:
     async with bench(demo) as b:

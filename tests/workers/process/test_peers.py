@@ -161,7 +161,9 @@ async def test_a_source_that_stands_still_is_waited_for_a_while(checkpoint: Path
 
 
 @pytest.mark.parametrize("config", [{"transfer": False}, {"prefix_cache": False}])
-async def test_who_serves_nothing_says_so(checkpoint: Path, config: dict[str, bool]) -> None:
+async def test_engine_that_serves_no_blocks_reports_it(
+    checkpoint: Path, config: dict[str, bool]
+) -> None:
     async with _peers(checkpoint, 1, **config) as (alone,):
         assert alone.client.transfer_endpoint is None
         assert len(await alone.ask("r")) == 12

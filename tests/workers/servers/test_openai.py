@@ -72,7 +72,9 @@ async def engine(
 class TestOpenAi(EngineConformance):
     kind = EngineKind.OPENAI
 
-    async def test_its_text_is_the_server_s(self, engine: ServerEngine, model: ServedModel) -> None:
+    async def test_text_of_the_engine_is_the_server_s(
+        self, engine: ServerEngine, model: ServedModel
+    ) -> None:
         heard = Heard(engine)
         engine.add(request("r", max_tokens=25))
         await heard.ended("r")

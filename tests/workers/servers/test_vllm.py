@@ -131,7 +131,9 @@ class TestVllm(EngineConformance):
         answer = await engine._client.post_json("/v1/completions", body)
         assert heard.tokens("a") == answer["choices"][0]["token_ids"]
 
-    async def test_it_says_what_it_has(self, engine: ServerEngine, model: ServedModel) -> None:
+    async def test_engine_reports_the_facts_of_its_server(
+        self, engine: ServerEngine, model: ServedModel
+    ) -> None:
         facts = engine.facts
         assert facts.model == model.entry.name
         assert facts.context_window_tokens == _CONTEXT_WINDOW_TOKENS
@@ -352,7 +354,7 @@ def _check_text(kind: GrammarKind, text: str) -> None:
         jsonschema.validate(msgspec.json.decode(text), schema)
 
 
-async def test_killed_under_its_streams_they_all_go_on(model: ServedModel) -> None:
+async def test_streams_of_a_killed_server_all_go_on(model: ServedModel) -> None:
     """Another engine is started, as the worker does it, and gets all requests with their tokens so
     far."""
     clock = SystemClock()

@@ -199,7 +199,7 @@ def test_the_largest_step_is_tried_before_memory_is_given_out(pretence: Pretence
     assert runner.cache.num_blocks == left // block_bytes
 
 
-def test_what_was_tried_is_gone_when_the_cache_is_made(
+def test_trial_runner_is_freed_before_the_next_is_made(
     pretence: Pretence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[DeviceRunner]] = []

@@ -160,7 +160,7 @@ def test_a_launch_waits_for_nothing(tmp_path: Path) -> None:
     assert answers(engine, requests) == answers(host, requests)
 
 
-def test_a_failed_launch_ends_nobody_else(
+def test_failed_launch_ends_no_other_request(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = mixed_requests(5)
@@ -216,8 +216,8 @@ def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read
         drain(engine)
 
 
-def test_who_loses_a_device_need_not_say_so(llama: tuple[Path, Any]) -> None:
-    """Kernels that cannot be launched any more raise what they always do."""
+def test_launch_error_of_a_lost_device_ends_the_engine(llama: tuple[Path, Any]) -> None:
+    """Launches raise their usual error; the synchronization shows that the device is lost."""
     engine = make_engine(llama[0], max_num_sequences=6)
     runner = engine._runner
 

@@ -130,7 +130,7 @@ def test_alike_requests_are_charged_alike_and_longer_ones_more(llama: tuple[Path
     ledger.check_all_told()
 
 
-def test_who_is_computed_again_pays_for_it(llama: tuple[Path, Any]) -> None:
+def test_preempted_request_is_charged_for_its_recomputation(llama: tuple[Path, Any]) -> None:
     settings = resolved(
         llama[0], num_blocks=8, device="cpu", prefix_cache=False, host_cache_bytes=0
     )
@@ -178,7 +178,7 @@ def test_a_cancel_is_answered_with_what_the_request_took(llama: tuple[Path, Any]
     assert not engine.pop_device_times()
 
 
-def test_who_ends_alone_while_the_next_step_runs_owes_that_step() -> None:
+def test_last_request_is_charged_for_the_step_in_flight() -> None:
     arrival = Arrival(1, 0, 10, 30, 0, "greedy", 1, 60, False, 0, None, False, None)
     world = World([arrival], {"num_blocks": 64}, overlap=True)
     ledger = Ledger(world.engine)

@@ -102,7 +102,7 @@ def test_sequences_under_a_grammar_come_and_go_among_others(
     assert set(told[0]) == {(item.request_id, 0) for item in items}
 
 
-def test_after_a_failure_the_device_knows_everybody_anew(
+def test_after_a_failure_the_device_receives_all_sequences_anew(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device counts tokens for penalties, even if a token is chosen twice."""

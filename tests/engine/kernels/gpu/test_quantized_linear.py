@@ -68,7 +68,7 @@ def check(linear: Linear, weight: QuantizedWeight, bias: torch.Tensor | None) ->
 @pytest.mark.parametrize(
     ("kind", "ordered"), [*((kind, False) for kind in KINDS), (KINDS[1], True), (KINDS[7], True)]
 )
-def test_it_is_the_map_of_its_weight(kind: Kind, ordered: bool) -> None:
+def test_quantized_linear_equals_the_product_with_its_weight(kind: Kind, ordered: bool) -> None:
     torch.manual_seed(len(str(kind)))
     weight = drawn_weight(kind, 34, 256, 128, ordered=ordered)
     bias = torch.randn(34) if kind.zeroed else None

@@ -67,7 +67,7 @@ class TestAnyStore:
         for numbers in ([0, 1, 2, 3], [0], [2, 3], [1, 3]):
             assert _read(objects, run, numbers) == [_contents(run[n]) for n in numbers]
 
-    def test_what_nobody_wrote_is_absent(self, stored: StoreUnderTest) -> None:
+    def test_unwritten_object_is_absent(self, stored: StoreUnderTest) -> None:
         objects, run = _objects(stored.store), _keys(range(_RUN))
         with pytest.raises(NoObjectError):
             _read(objects, run, [0])
@@ -148,7 +148,7 @@ _PREFIXES = st.lists(
 
 @given(written=_PREFIXES, read=_PREFIXES)
 @settings(max_examples=60, deadline=None)
-def test_what_is_found_was_stored_under_these_keys(
+def test_found_blocks_were_stored_under_these_keys(
     written: list[tuple[str, list[int]]], read: list[tuple[str, list[int]]]
 ) -> None:
     objects = _objects(MemoryStore())

@@ -113,7 +113,7 @@ def test_a_prompt_that_ends_with_an_object_has_all_of_it_but_its_last_block(worl
     assert ask(world.start(), HISTORY[:64]) == (expected, 48)
 
 
-def test_what_is_here_is_not_read_again(world: World) -> None:
+def test_blocks_in_memory_are_not_read_again(world: World) -> None:
     engine, other = world.start(), world.start()
     expected, _ = ask(engine)
     world.rest(engine)
@@ -137,7 +137,7 @@ def test_short_prompts_are_neither_written_nor_looked_for(world: World) -> None:
     assert stats.num_absent_objects >= 1
 
 
-def test_what_was_not_there_is_not_looked_for_again_at_once(world: World) -> None:
+def test_missing_object_is_not_looked_for_again_at_once(world: World) -> None:
     engine = world.start()
     assert engine._tiers.objects is not None
     tier = engine._tiers.objects.tier
@@ -164,7 +164,7 @@ def test_blocks_that_are_always_in_use_are_written_too(world: World) -> None:
     assert ask(world.start(), HISTORY[:64] + prompt(40, 10))[1] == 64
 
 
-def test_what_takes_longer_to_bring_is_computed(world: World) -> None:
+def test_blocks_that_take_longer_to_read_are_computed(world: World) -> None:
     engine = world.start()
     ask(engine)
     world.rest(engine)
@@ -215,7 +215,7 @@ def test_a_slow_store_does_not_keep_the_disk_from_being_read(world: World, tmp_p
     both._tiers.disk._file.close()
 
 
-def test_who_is_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
+def test_request_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
     engine, other = world.start(), world.start()
     expected, _ = ask(engine)
     world.rest(engine)
@@ -257,7 +257,9 @@ def test_an_engine_of_a_worker_finds_them_after_a_restart(
 
 
 @pytest.mark.parametrize("config", [{"prefix_cache": False}, {"host_cache_bytes": 0}])
-def test_it_needs_what_it_is_below(llama: tuple[Path, Any], config: dict[str, Any]) -> None:
+def test_object_cache_needs_the_tiers_above_it(
+    llama: tuple[Path, Any], config: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=r"object_cache_url needs engine\.prefix_cache"):
         _load(llama[0], "file:///tmp/x", **config)
 

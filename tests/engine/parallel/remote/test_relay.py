@@ -99,7 +99,7 @@ def test_messages_and_packets_go_both_ways(ends: tuple[End, End]) -> None:
         assert receiver.rank.recv(100) == b"packet"
 
 
-def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
+def test_end_of_one_host_is_reported_to_the_other_with_its_reason(ends: tuple[End, End]) -> None:
     lead, stage = ends
     stage.rank.close()
     assert lead.relay.ended.wait(WAIT_S)
@@ -124,7 +124,7 @@ def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
     ],
     ids=range(7),
 )
-def test_what_makes_no_sense_ends_it(
+def test_malformed_frame_ends_the_relay(
     sockets: tuple[socket.socket, socket.socket], frame: bytes, why: str
 ) -> None:
     lead = end(sockets[0], FORTH, BACK)

@@ -100,7 +100,7 @@ def load_remote(path: Path, port: int, ranks: int = 1, **changes: Any) -> Engine
     ],
 )
 @pytest.mark.usefixtures("joined")
-def test_what_an_engine_can_do_it_can_do_with_remote_stages(
+def test_all_kinds_of_requests_run_on_remote_stages(
     llama: tuple[Path, Any], port: int, tmp_path: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
     """Several choices, beams, adapters, cached prefixes, prompts whose numbers are not finite, and
@@ -179,7 +179,7 @@ FAULTS: list[tuple[Callable[[Stages, Engine], None], str]] = [
 
 
 @pytest.mark.parametrize("settings", [{}, DEVICES], ids=["ranks", "devices"])
-async def test_what_ends_a_group_is_said_and_the_host_serves_the_next(
+async def test_end_of_a_group_is_reported_and_the_host_serves_the_next(
     llama: tuple[Path, Any], port: int, joined: Stages, settings: dict[str, Any]
 ) -> None:
     asked = request("r", prompt(1, 20, 199), max_tokens=30)
@@ -322,7 +322,7 @@ def test_an_address_that_is_taken_is_waited_for_and_named(llama: tuple[Path, Any
     ],
     ids=str,
 )
-def test_what_remote_stages_are_not(
+def test_unsupported_settings_of_remote_stages_are_refused(
     llama: tuple[Path, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -115,7 +115,7 @@ def test_an_assignment_is_not_guessed(body: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_what_is_said_is_a_line_that_can_be_printed(body: bytes) -> None:
+def test_reported_reason_is_one_printable_line(body: bytes) -> None:
     assert wire.text(body).isprintable()
 
 
