@@ -86,7 +86,8 @@ def _trusted_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """A real nats-server with JetStream for the whole run. Tests that stop it start it again."""
+    """Start a real nats-server with JetStream for the whole run. Tests that stop it start it
+    again."""
     server = NatsServer(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server
@@ -102,14 +103,15 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture
 async def nats_config(nats_server: NatsServer) -> NatsConfig:
-    """Configuration of a bus on the real server, which holds no stream when the test starts."""
+    """Return the configuration of a bus on the real server, which holds no stream when the test
+    starts."""
     await delete_streams(nats_server)
     return NatsConfig(url=nats_server.url)
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A real redis-server for the whole run. Tests that stop it start it again."""
+    """Start a real redis-server for the whole run. Tests that stop it start it again."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server

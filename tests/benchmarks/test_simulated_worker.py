@@ -1,4 +1,4 @@
-"""The worker that computes nothing: it answers as a fleet does, at its pace."""
+"""Simulated worker: it answers as a fleet does, at its pace, without computing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLY = "reader"
 
 
 class Running:
-    """A worker at work, and the frames that have come of each request."""
+    """Running worker, and the frames of each request."""
 
     def __init__(self) -> None:
         broker = MemoryBroker()

@@ -1,4 +1,4 @@
-"""The boards as Grafana would ask for them."""
+"""Grafana's boards and their queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric that a part of Millrace tells, from the collectors themselves."""
+"""Metrics of every part of Millrace, from the collectors themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUFFIXES = {
 
 
 class Known(NamedTuple):
-    """A family as Prometheus names it: counters have their suffix."""
+    """Metric family under its name in Prometheus: counters have their suffix."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""The user of the boards in docker compose: what ClickHouse's own engine lets it do."""
+"""ClickHouse user of the boards in docker compose: its rights in ClickHouse's own engine."""
 
 from __future__ import annotations
 

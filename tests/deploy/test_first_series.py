@@ -101,7 +101,7 @@ CLOSED: dict[tuple[str, tuple[str, ...]], set[tuple[str, ...]]] = {
 
 @pytest.fixture
 async def fresh(demo: ServedModel) -> AsyncIterator[list[CollectorRegistry]]:  # noqa: F811
-    """The registries of a process of each kind that has just begun."""
+    """Yield the registries of a fresh process of each kind."""
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     cards = {"m": ModelCard(id="m", created=0, max_model_len=None)}
@@ -134,7 +134,8 @@ def _alone(collector: Any) -> CollectorRegistry:
 
 
 def labelled(registries: Iterable[CollectorRegistry]) -> dict[str, tuple[tuple[str, ...], Metric]]:
-    """The counters and histograms of ours that have labels: these, and what a scrape shows."""
+    """Return our counters and histograms that have labels, as collectors and as families of a
+    scrape."""
     found = {}
     for registry in registries:
         for collector in list(registry._collector_to_names):
@@ -148,7 +149,7 @@ def labelled(registries: Iterable[CollectorRegistry]) -> dict[str, tuple[tuple[s
 
 
 def closed_groups(name: str, labels: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The labels of a metric whose values are fixed."""
+    """Return the labels of a metric whose values are fixed."""
     groups = [group for metric, group in CLOSED if metric == name]
     left = set(labels) - {label for group in groups for label in group} - OPEN.keys()
     if name not in _WITHOUT_FIRST:

@@ -1,4 +1,4 @@
-"""The manifests cannot be applied here; what they say of us is held to what we do."""
+"""Kubernetes manifests, compared with the settings and metrics of the parts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _env(worker: dict[str, Any]) -> dict[str, str]:
 
 
 def _pods(tree: Any) -> list[dict[str, Any]]:
-    """The specification of every pod in a manifest."""
+    """Return the specification of every pod in a manifest."""
     if isinstance(tree, list):
         return [pod for one in tree for pod in _pods(one)]
     if not isinstance(tree, dict):
@@ -89,7 +89,7 @@ def test_no_pod_gets_the_variables_of_services(file: Path) -> None:
 
 
 def _settings(worker: dict[str, Any]) -> Config:
-    """Files have in them what they are named by."""
+    """Return the settings of the manifest; a mounted file contains its own name."""
     return load_config(
         None, {name.removesuffix("_FILE"): value for name, value in _env(worker).items()}
     )

@@ -1,4 +1,4 @@
-"""Alerts, boards, their document and what scrapes name what the parts really tell."""
+"""Alerts, boards, their document and scrape settings name existing metrics."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_alerts_name_their_receiver_and_the_remedy(rules: list[dict[str, Any]]) 
 def test_what_the_operations_page_tells_is_what_prometheus_would(
     rules: list[dict[str, Any]],
 ) -> None:
-    """Names, times, bounds and severities, and the words of the document."""
+    """The names, times, bounds, severities and words are those of the document."""
     units = {"s": 1.0, "m": 60.0}
     alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
     text = DOCUMENT.read_text()

@@ -39,7 +39,8 @@ with LLM(sys.argv[2], device="cpu", dtype="bfloat16", num_threads=1) as llm:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contents of the wheel, as pip puts them beside other distributions."""
+    """Return a folder with the contents of the wheel, as pip installs them beside other
+    distributions."""
     source = tmp_path_factory.mktemp("source")
     for name in (*PACKAGES, "millrace"):
         unwanted = shutil.ignore_patterns("__pycache__")

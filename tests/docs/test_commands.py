@@ -22,7 +22,7 @@ _TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The arguments of each, from blocks of shell and from the text."""
+    """Return the arguments of each command, from blocks of shell and from the text."""
     found = []
     for block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
@@ -78,7 +78,7 @@ def test_every_command_is_shown_somewhere() -> None:
 
 
 def _said_in_code() -> list[str]:
-    """All texts of the code, with … in the place of what they tell of a moment."""
+    """Return all texts of the code, with … in place of interpolated values."""
     texts = []
     for path in python_files(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -15,7 +15,7 @@ CHECKED_IN = ROOT / "docs" / "configuration.md"
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Key, variable and type of each setting."""
+    """Return key, variable and type of each setting."""
     page = CHECKED_IN.read_text(encoding="utf-8")
     return re.findall(r"^\| `([^`]+)`<br>`([^`]+)` \| (.+?) \| .* \| .+ \|$", page, re.MULTILINE)
 

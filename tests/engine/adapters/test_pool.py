@@ -1,4 +1,4 @@
-"""The pool of adapters: who is loaded, who goes, who waits, in any order of events."""
+"""Pool of adapters: loading, eviction and waiting, in any order of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class _Threads(TaskThreads):
-    """Runs a task when it is told to."""
+    """Loader that runs a task when the test says so."""
 
     def __init__(self) -> None:
         super().__init__("none", 0)
@@ -30,7 +30,7 @@ class _Threads(TaskThreads):
 
 
 class _World:
-    """A planner's part: sequences wait by rank, begin as far as there is room, and end."""
+    """Model of a planner: sequences wait by rank, begin as far as there is room, and end."""
 
     def __init__(self, num_slots: int, broken: frozenset[str] = frozenset()) -> None:
         self.threads = _Threads()

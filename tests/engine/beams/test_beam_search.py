@@ -60,7 +60,7 @@ def reference(
     temperature: float = 0.0,
     length_penalty: float = 1.0,
 ) -> list[Found]:
-    """A plain search that computes every beam anew for every token, and never ends early."""
+    """Search plainly: compute every beam anew for every token, and never end early."""
     done: list[Found] = []
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     for length in range(1, max_tokens + 1):
@@ -112,7 +112,7 @@ def test_answers_are_those_of_a_plain_search(
 def test_stop_tokens_end_beams_by_their_score(
     make_engine: MakeEngine, llama: tuple[Path, Any], params: dict[str, Any]
 ) -> None:
-    """A tenth of all tokens end a sequence, so there are answers of all lengths."""
+    """A tenth of all tokens end a sequence, so that answers have all lengths."""
     stops = tuple(range(0, 199, 10))
     ids = prompt(8, 20)
     engine = make_engine()
@@ -146,7 +146,8 @@ def test_no_end_of_sequence_ends_a_beam_if_it_is_ignored(
 def test_answers_depend_on_neither_slots_nor_blocks(
     make_engine: MakeEngine, llama: tuple[Path, Any], limits: dict[str, Any]
 ) -> None:
-    """Even where one beam fits at a time, and the others are computed again for every token."""
+    """Answers stay the same even where one beam fits at a time, and the others are recomputed for
+    every token."""
     ids = prompt(5, 50)
     engine = make_engine(**limits)
     engine.add(beams("r", ids, max_tokens=16))
@@ -335,7 +336,8 @@ def test_unsupported_options_of_a_search_are_refused_by_name(
 
 @pytest.fixture(scope="module")
 def ending_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of its own, since transformers keeps what it generates by with the model."""
+    """Return a checkpoint of this module's own, since transformers stores generation settings with
+    it."""
     path = tmp_path_factory.mktemp("ending")
     return path, save_llama(path)
 
@@ -362,7 +364,7 @@ def test_transformers_finds_the_same(
     }
 
     def both(stops: tuple[int, ...]) -> tuple[list[EngineOutput], list[float], Any]:
-        """Our answers and their scores, and transformers'."""
+        """Return our answers with their scores, and transformers'."""
         engine = make_engine()
         params = {"max_tokens": 15, "length_penalty": length_penalty, "eos_token_ids": stops}
         engine.add(beams("r", ids, **params))

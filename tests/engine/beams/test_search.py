@@ -21,7 +21,7 @@ STOPS = frozenset({0, 1})
 
 
 def logprobs_after(seed: int, token_ids: tuple[int, ...]) -> list[float]:
-    """A language model: log-probabilities of the whole vocabulary behind some tokens."""
+    """Return a language model: log-probabilities of the whole vocabulary after some tokens."""
     weights = random.Random(f"{seed} {token_ids}")
     logits = [weights.gauss(0.0, 2.0) for _ in range(VOCAB_SIZE)]
     total = math.log(sum(map(math.exp, logits)))
@@ -34,7 +34,7 @@ def search_of(max_tokens: int, **params: Any) -> BeamSearch:
 
 
 def run(search: BeamSearch, model: Callable[[tuple[int, ...]], list[float]]) -> int:
-    """Search to the end; how many tokens it took."""
+    """Run the search to its end; return its number of steps."""
     beams = [BeamHypothesis((), 0.0)]
     for step in range(1, 100):
         candidates = []
@@ -58,7 +58,7 @@ def exhaustive(
     length_penalty: float,
     min_tokens: int,
 ) -> list[tuple[tuple[int, ...], float, FinishReason]]:
-    """The method in its plainest form, never over before ``max_tokens``."""
+    """Search by the plainest method, which never ends before ``max_tokens``."""
     answers: list[tuple[tuple[int, ...], float, FinishReason]] = []
     beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     for length in range(1, max_tokens + 1):

@@ -1,4 +1,4 @@
-"""A small random model with a tokenizer, and what its completions say under a grammar."""
+"""Small random model with a tokenizer, and its completions under a grammar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 
 
 def save_checkpoint(path: Path) -> Path:
-    """A random Llama with a byte-level tokenizer."""
+    """Save a random Llama with a byte-level tokenizer."""
     save_llama(
         path,
         vocab_size=VOCAB_SIZE,
@@ -63,7 +63,7 @@ def schema(value: dict[str, Any]) -> Grammar:
 
 
 def ask(request_id: str, grammar: Grammar | None, **params: Any) -> EngineRequest:
-    """A request that draws at temperature 1 from a seed of its own."""
+    """Return a request that draws at temperature 1 from a seed of its own."""
     seed = sum(request_id.encode()) * 7_919
     settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
     settings |= {"eos_token_ids": (1,), "grammar": grammar} | params

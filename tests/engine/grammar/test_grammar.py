@@ -314,7 +314,7 @@ def test_a_preempted_sequence_keeps_its_place(
 
 
 class SlowCompiler:
-    """Compiles as ever, once it is let."""
+    """Compiler that waits until the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered = threading.Event()

@@ -1,4 +1,4 @@
-"""The parts that grammars are made of: vocabularies, threads, the cache, masks and the helper."""
+"""Parts of grammars: vocabularies, threads, the cache, masks and the helper."""
 
 from __future__ import annotations
 

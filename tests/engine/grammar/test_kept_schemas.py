@@ -202,7 +202,7 @@ def _library(path: Path) -> GrammarLibrary:
 
 
 def _drawn(library: GrammarLibrary, value: dict[str, Any], seed: int) -> str:
-    """A text of tokens that may come, which likes to come to an end."""
+    """Draw a text of allowed tokens, with a preference for its end."""
     matcher = library.compile(schema(value))
     source = random.Random(seed)
     mask = np.zeros(library.num_words, dtype="<u4")
@@ -243,7 +243,7 @@ _NAMES = "abcd"
 
 
 def _random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of all kinds of keywords, many of which contradict each other."""
+    """Draw a schema of all kinds of keywords, many of which contradict each other."""
     kinds = ["number", "text", "values"] + ["object", "list", "choice", "both", "reference"] * (
         depth < 3
     )

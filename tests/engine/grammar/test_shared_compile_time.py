@@ -1,4 +1,4 @@
-"""Tenants share the time in which grammars are compiled, and the room for compiled ones."""
+"""Shares of tenants in the time for compiling grammars and in the room for compiled ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 30.0
 
 
 class _Start:
-    """Stands for a matcher."""
+    """Stand-in for a matcher."""
 
     complete = False
 
@@ -36,7 +36,7 @@ class _Start:
 
 
 class _Compiling:
-    """A compiler whose grammars beginning with "slow" wait for ``go_on``."""
+    """Compiler whose grammars beginning with "slow" wait for ``go_on``."""
 
     def __init__(self, num_helpers: int) -> None:
         self.go_on = threading.Event()

@@ -1,4 +1,4 @@
-"""Grammars of sequences whose model is a pipeline: while one step is read, another is under way."""
+"""Grammars of sequences in a pipeline: a step is read while the next one is in flight."""
 
 from __future__ import annotations
 

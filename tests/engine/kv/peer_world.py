@@ -32,12 +32,12 @@ class World:
         self._engines: list[Engine] = []
 
     def _clock_s(self) -> float:
-        """So little passes by itself that it is nothing beside what is passed by hand."""
+        """Return the time; each call adds 1 µs, which is negligible beside steps by hand."""
         self.now_s += 1e-6
         return self.now_s
 
     def start(self, *, address: str = "", lends_cache: bool = True, **config: Any) -> Engine:
-        """Another one; without ``lends_cache`` its cache is in memory of its own."""
+        """Start another engine; without ``lends_cache`` its cache is in memory of its own."""
         given: dict[str, Any] = {"num_blocks": 24, "device": "cpu", "transfer": True}
         settings = resolved(self.model, **given | config)
         runner = load_runner(self.model, msgspec.structs.replace(settings, transfer=lends_cache))
@@ -66,8 +66,8 @@ class World:
     def pull(
         self, engine: Engine, source: KvSource, peer: Engine, asked: EngineRequest | None = None
     ) -> tuple[list[int], EngineOutput]:
-        """The tokens of a request, whose blocks ``source`` says are with ``peer``, which rests
-        meanwhile; and its first output."""
+        """Return the tokens of a request and its first output. ``source`` places the request's
+        blocks at ``peer``, which rests meanwhile."""
         asked = asked or request("r", HISTORY)
         engine.add(msgspec.structs.replace(asked, kv_source=source))
         with resting(peer):
@@ -83,7 +83,7 @@ class World:
 
 
 class resting:  # noqa: N801 (a context)
-    """``rest`` is called whenever there is something to do, as the engine's process does."""
+    """Context in which a thread calls ``rest`` at each wake-up, as the engine's process does."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Blocks in a file: what was written is read, and nothing else is."""
+"""Blocks in a file: written blocks are read, and no others."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class World:
         self._engines: list[Engine] = []
 
     def start(self, **config: Any) -> Engine:
-        """A process that begins: the one before has ended, and its memory is gone."""
+        """Start a process: the earlier one has ended, and its memory is gone."""
         self.end()
         settings = resolve(self.model, self.settings(**config))
         self._runner.cache.blocks.zero_()
@@ -55,7 +55,7 @@ class World:
         self._engines.clear()
 
     def rest(self, engine: Engine) -> None:
-        """Let it be idle until all is written."""
+        """Let the engine be idle until all blocks are written."""
         self.now_s += 100.0
         deadline_s = time.monotonic() + 30.0
         while engine.rest() is not None:
@@ -77,7 +77,7 @@ def world(llama: tuple[Path, Any], runner: ModelRunner, tmp_path: Path) -> Itera
 
 
 def _ask(engine: Engine, token_ids: list[int] = HISTORY, **fields: Any) -> tuple[Any, int]:
-    """The tokens, and how many of the prompt were found."""
+    """Run a request; return its tokens, and how many tokens of the prompt were found."""
     engine.add(request("r", token_ids, **fields))
     outputs: list[EngineOutput] = drain(engine)
     found = next(o for o in outputs if o.started).num_cached_tokens

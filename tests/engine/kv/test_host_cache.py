@@ -29,7 +29,7 @@ BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 
 
 class Shelf:
-    """Host memory that holds the number of the block that was put there."""
+    """Host memory that holds the number of each block put there."""
 
     block_bytes = 100
     bytes_per_s = None
@@ -202,7 +202,7 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
 
 
 def fast_swaps(engine: Engine) -> None:
-    """Have the cost model believe that computing is slow."""
+    """Make the cost model take computing for slow."""
     engine._planner.recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
 
 

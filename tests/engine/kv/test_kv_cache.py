@@ -41,7 +41,7 @@ def kv_cache(dtype: torch.dtype, *, num_blocks: int = 7, block_size: int = 4) ->
 
 
 def filled(dtype: torch.dtype, *, num_blocks: int = 7) -> KVCache:
-    """All of it random numbers."""
+    """Return a cache full of random numbers."""
     cache = kv_cache(dtype, num_blocks=num_blocks)
     cache.data.copy_(torch.randn(cache.data.shape))
     if cache.scales is not None:
@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_found_and_scrubbed(dtype: torch.dtype) -> None:
 
 
 class Timeline:
-    """Events of a device that comes by when it is told to, and takes 2 ms between any two."""
+    """Events of a device that passes them on command, with 2 ms between any two."""
 
     def __init__(self) -> None:
         self.num_recorded = 0

@@ -1,4 +1,4 @@
-"""The engine says what comes into its prefix cache and what leaves it."""
+"""KV events: blocks that enter or leave the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_overflow_of_changes_is_reported_as_the_whole_cache() -> None:
 
 
 def warm_costs() -> CostModel:
-    """10 ms a step, 1 ms a decoding sequence, 0.1 ms a token of a prompt."""
+    """Set the costs to 10 ms a step, 1 ms a decoding sequence and 0.1 ms a token of a prompt."""
     costs = CostModel()
     for number in range(200):
         prefill, decodes = (number * 37) % 300, (number * 7) % 20

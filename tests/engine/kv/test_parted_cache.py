@@ -1,4 +1,4 @@
-"""A KV cache of which ranks have a part each: what is done with a block is done in all parts."""
+"""KV cache with a part at each rank: an operation on a block applies to all parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Others:
 
 
 def parted() -> tuple[KVCache, list[KVCache]]:
-    """Rank 0's cache, and those of all ranks."""
+    """Return rank 0's cache, and the caches of all ranks."""
     caches = [filled(torch.bfloat16, num_blocks=NUM_BLOCKS) for _ in range(3)]
     caches[0].others = Others(caches[1:])
     return caches[0], caches

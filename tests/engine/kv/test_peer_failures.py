@@ -110,7 +110,7 @@ def test_blocks_that_may_be_torn_are_not_used(
     client = "millrace.engine.transfer.client"
 
     def slow(source: Any, target: Any, runs: Any) -> None:
-        """The peer's time for it is over meanwhile, and it overwrites what it lent."""
+        """Let the peer's loan end and the peer overwrite the lent blocks, before the copy."""
         world.now_s += LOAN_S + 1.0
         peer.rest()
         peer._runner.cache.blocks.fill_(0x3F)

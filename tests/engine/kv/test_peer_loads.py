@@ -29,7 +29,7 @@ def world(llama: tuple[Path, Any], tmp_path: Path) -> Iterator[World]:
 
 
 def _load(seed: int) -> list[EngineRequest]:
-    """Requests that begin as others do, of two tenants."""
+    """Draw requests of two tenants, many with common beginnings."""
     generator = random.Random(seed)
     stems = [prompt(stem, 200) for stem in range(3)]
     made = []

@@ -1,4 +1,4 @@
-"""A step in one call beside the decoder that makes one call for each operation."""
+"""Fused step of one call, compared with the decoder of one call per operation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class _Side:
-    """A decoder of a checkpoint with a KV cache of its own."""
+    """Decoder of a checkpoint with a KV cache of its own."""
 
     def __init__(
         self,

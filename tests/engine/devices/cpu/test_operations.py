@@ -1,4 +1,4 @@
-"""The compiled kernels beside plain torch: same inputs, same KV cache, same results."""
+"""Compiled kernels, compared with plain torch on the same inputs and the same KV cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def ragged_batch(lengths: list[tuple[int, int]], num_blocks: int, rng: random.Random) -> FlatBatch:
-    """A batch of (context, new tokens) with blocks from anywhere."""
+    """Return a batch of (context, new tokens) with blocks in any order."""
     free = rng.sample(range(num_blocks), num_blocks)
     ranges: list[QueryRange] = []
     positions: list[int] = []

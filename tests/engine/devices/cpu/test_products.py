@@ -32,7 +32,7 @@ _WIDE = {
 
 
 class _Clock:
-    """Stands still but for what is added to it."""
+    """Clock that advances only by the given times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

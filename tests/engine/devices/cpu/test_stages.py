@@ -53,7 +53,7 @@ def stages_of(path: Path, num_stages: int) -> list[tuple[AnyDecoder, Shard, bool
 
 
 def batch() -> FlatBatch:
-    """A token behind ten that are in no cache, and two prompts."""
+    """Return a batch of a token after ten uncached ones, and of two prompts."""
     made = ragged_batch([(10, 1), (0, 30), (0, 7)], NUM_BLOCKS, random.Random(3))
     return made._replace(token_ids=torch.arange(5, 5 + len(made.positions)))
 

@@ -1,4 +1,4 @@
-"""A runner on a device that does nothing before somebody waits for it.
+"""Stand-in for the runner of a device, which does nothing until somebody waits for it.
 
 Its model is arithmetic on the tokens that it finds in the KV cache through the block tables, so a
 wrong table, a stale block or a lost placeholder gives other tokens, or is noted as ``broken``.
@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Fault(NamedTuple):
-    """Computing token ``position`` of a choice fails: at once, after half of the step's work, or
+    """Fault of computing token ``position`` of a choice: at once, after half of the step's work, or
     when the step is read."""
 
     choice: int
@@ -87,7 +87,7 @@ class _Item(NamedTuple):
 
 
 class _Step:
-    """Work that is done in order, at some time before it is read."""
+    """Work of a step, done in order at some time before it is read."""
 
     def __init__(self, items: list[_Item]) -> None:
         self.items = items
@@ -235,7 +235,7 @@ class DeviceRunner:
         return ordered
 
     def finish(self) -> None:
-        """Wait for the device: do all that was launched."""
+        """Wait for the device: do all launched work."""
         queue, self._queue = self._queue, []
         for step in queue:
             for number, item in enumerate(step.items):
@@ -273,7 +273,7 @@ class DeviceRunner:
         return finite
 
     def _choose(self, step: _Step) -> None:
-        """Choose as the host's sampler does, in one go."""
+        """Choose tokens as the host's sampler does, in one go."""
         items = [item for item in step.items if item.samples and item.by_device]
         if not items:
             return
@@ -308,7 +308,8 @@ class DeviceRunner:
         )
 
     def _check(self, holds: bool, message: str) -> None:
-        """The executor takes what is raised for a failure of the model, so it is noted instead."""
+        """Note a violation instead of raising it: the executor takes errors for a failure of the
+        model."""
         if not holds:
             self.broken.append(message)
 

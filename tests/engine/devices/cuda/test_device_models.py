@@ -97,7 +97,7 @@ def test_half_precision_is_no_coarser_than_that_of_transformers(
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_eight_bits_of_keys_and_values_are_enough(tmp_path: Path, family: str) -> None:
-    """The weights are drawn so that errors grow on their way: without scales they are above 1."""
+    """The weights let errors grow on their way: without scales the errors are above 1."""
     model = save_model(tmp_path, family)
     engine = make_engine(
         tmp_path, kernels="reference", dtype="float32", kv_cache_dtype="fp8", prefix_cache=False
@@ -129,7 +129,7 @@ def _rows_by_themselves() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_rows_by_themselves")
 def test_deterministic_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """Alone, in a crowd, with the prompt cut into chunks, cold and warm: the same bits."""
+    """The bits are the same alone, in a crowd, with the prompt in chunks, cold and warm."""
     save_llama(tmp_path, num_hidden_layers=1, vocab_size=67)
     shared = prompt(0, 17, vocab_size=67)
     watched = request("watched", [*shared, 5, 6], max_tokens=3, temperature=1.0, seed=1, logprobs=1)

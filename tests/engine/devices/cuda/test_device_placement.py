@@ -40,7 +40,7 @@ GIB = 1 << 30
 
 
 class Pretence:
-    """Makes runners of models by their shapes, on a device of 140 GiB."""
+    """Factory of runners by models' shapes, on a device of 140 GiB."""
 
     def __init__(self, folder: Path, kernels: list[Kernel]) -> None:
         self.operations = Operations()

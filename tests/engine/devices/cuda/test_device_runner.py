@@ -47,7 +47,8 @@ def make_engine(path: Path, device: HostDevice | None = None, **config: Any) -> 
 
 
 def mixed_requests(seed: int) -> list[EngineRequest]:
-    """Greedy, drawn, narrowed and penalised ones, with log-probabilities and choices among them."""
+    """Return greedy, drawn, narrowed and penalised requests, some with log-probabilities and
+    choices."""
     rng = random.Random(seed)
     requests = []
     for i in range(9):
@@ -124,7 +125,7 @@ def test_padding_changes_no_logits(llama: tuple[Path, Any]) -> None:
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on operations that would make a host wait for its device."""
+    """Dispatch mode that fails on operations that make a host wait for its device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -182,7 +183,7 @@ def test_failed_launch_ends_no_other_request(
 
 
 def test_a_request_goes_on_where_the_other_kind_of_runner_left_it(llama: tuple[Path, Any]) -> None:
-    """Drawn and penalised: the random stream and the counts go on too, in both directions."""
+    """The random stream and the counts of penalties go on too, in both directions."""
     host = Engine.load(llama[0], EngineConfig(device="cpu", num_blocks=128))
     device = make_engine(llama[0], max_num_sequences=6)
     params = {"temperature": 0.9, "seed": 8, "top_p": 0.95, "frequency_penalty": 0.6}
@@ -254,7 +255,7 @@ def test_random_weights_need_a_config_only(llama: tuple[Path, Any], tmp_path: Pa
 
 
 class _TableState:
-    """Sequences whose tables change in every way that they can."""
+    """Sequences whose block tables change in every possible way."""
 
     def __init__(self, rng: random.Random, num_rows: int) -> None:
         self.rng = rng

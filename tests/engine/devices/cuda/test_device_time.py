@@ -30,7 +30,7 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
 class Ledger:
-    """Adds up what an engine says that requests took, at each of its steps."""
+    """Ledger of the device time that an engine reports at each step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -213,7 +213,8 @@ def _work(**changes: Any) -> DeviceWork:
 
 
 def test_the_work_of_a_step_by_hand() -> None:
-    """A chunk of 197 tokens and three decodes: computing takes longer than reading the weights."""
+    """The step has a chunk of 197 tokens and three decodes: computing takes longer than reading the
+    weights."""
     chunks = [Chunk(197, 10, 1), *[Chunk(1, 50, 1)] * 3]
     attention = [
         2 * ((197 * 10 + 197 * 198 // 2) * 4 * 4 * 16 + 207 * _KV_BYTES * 10),
@@ -228,7 +229,7 @@ def test_the_work_of_a_step_by_hand() -> None:
 
 
 def test_a_small_step_is_shared_by_tokens() -> None:
-    """Two decodes: what takes the time is that the weights are read, for both of them."""
+    """The step has two decodes: most of its time goes into the weights, which are read for both."""
     reading = (2 * _LAYER_PARAMETERS + 100 * 64) * 4 * 10 / 2
     near, far = _work().of_chunks([Chunk(1, 0, 1), Chunk(1, 99, 1)])
     per_token = 2 * (4 * 4 * 16 + _KV_BYTES * 10)

@@ -1,4 +1,4 @@
-"""Batches for attention whose caches hold only what may be read; all else is poison."""
+"""Batches for attention: caches hold readable contents only, and all else is poison."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def make_case(
     *,
     num_padding_rows: int = 0,
 ) -> Case:
-    """A step of one part of each story: its tokens ``start`` … ``end - 1``, with all before them in
-    the cache; an empty story is padding, which has ``end - start`` rows nevertheless.
+    """Make a step of one part of each story: its tokens ``start`` … ``end - 1``, with all earlier
+    tokens in the cache. An empty story is padding, which has ``end - start`` rows nevertheless.
 
     Parts of one token must come first. Blocks lie in any order, and so do the tables' rows.
     """
@@ -116,7 +116,7 @@ def make_case(
 def make_attention(
     shape: Shape, *, num_programs: int = 6, deterministic: bool = False
 ) -> PagedAttention:
-    """Attention of a model of one layer, its scratch memory poisoned."""
+    """Return the attention of a model of one layer, with poisoned scratch memory."""
     attention = PagedAttention(
         AttentionShape(
             num_heads=shape.num_heads,

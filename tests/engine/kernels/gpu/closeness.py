@@ -15,7 +15,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory in which what was never written shows."""
+    """Return memory in which unwritten elements show."""
     if dtype is torch.float8_e4m3fn:
         return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Quantized weights of every kind, and how near a product with them must come to exact numbers."""
+"""Quantized weights of every kind, and the tolerance of products with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 class Kind(NamedTuple):
-    """Codes of so many bits, or of float8, and how rows are rounded."""
+    """Kind of a quantized weight: bits of its codes, or float8, and the rounding of rows."""
 
     bits: int
     activations: Activations
@@ -62,12 +62,12 @@ def drawn_weight(
 
 
 def exact(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """The product in float64, of rows that are rounded as the weight has it."""
+    """Return the product in float64, with rows rounded as the weight requires."""
     return weight.rounding(rows.float()).double() @ weight.values(torch.float64).t()
 
 
 def as_multiplied(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor | RoundedRows:
-    """``rows`` as a product with ``weight`` takes them."""
+    """Return ``rows`` as a product with ``weight`` takes them."""
     return rounded(rows, weight.rounding)
 
 

@@ -56,7 +56,7 @@ def _poisoned(poisoned_outputs: None) -> None:
 
 
 def drawn(product: Product, ranks: Sequence[int], dtype: torch.dtype) -> Slices:
-    """Matrices of so many ranks, 0 for none."""
+    """Draw matrices of these ranks, 0 for none."""
     return [
         LowRank(
             (torch.randn(rank, NUM_INPUTS[product]) * NUM_INPUTS[product] ** -0.5).to(dtype),

@@ -26,7 +26,7 @@ from tests.engine.kernels.gpu.closeness import assert_close
 
 
 def make(shape: Shape, spans: list[tuple[int, int]], seed: int = 0, padding: int = 0) -> Case:
-    """Sequences by (rows of this step, length), 0 for padding; those of one row come first."""
+    """Make sequences of (rows of this step, length), 0 for padding; those of one row come first."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[tuple[Story, int, int]] = []
     for num_rows, length in sorted(spans, key=lambda span: span[0] != 1):

@@ -29,7 +29,7 @@ def test_named_blocks_and_no_others(
     data: st.DataObject,
 ) -> None:
     def memory(count: int, space: int) -> torch.Tensor:
-        """Blocks of random bytes, in layers that lie ``space`` blocks apart."""
+        """Return blocks of random bytes, in layers that lie ``space`` blocks apart."""
         size = (num_layers, count + space, *shape[:-1], shape[-1] * dtype.itemsize)
         return torch.randint(0, 256, size, dtype=torch.uint8).view(dtype)[:, :count]
 

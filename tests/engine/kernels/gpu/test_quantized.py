@@ -40,7 +40,7 @@ def _poisoned(poisoned_outputs: None) -> None:
 
 
 def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows that lie ``gap`` elements of poison apart."""
+    """Draw random rows that lie ``gap`` elements of poison apart."""
     memory = torch.full((num_rows, width + gap), torch.nan, dtype=dtype)
     memory[:, :width] = torch.randn(num_rows, width)
     return memory[:, :width]

@@ -53,7 +53,7 @@ def swiglu(rows: torch.Tensor) -> torch.Tensor:
 
 
 def check(linear: Linear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    """All that a decoder calls, with few rows and with more."""
+    """Check all calls of a decoder, with few rows and with more."""
     for num_rows in (1, 5):
         rows = torch.randn(num_rows, weight.num_inputs)
         total = torch.randn(num_rows, weight.num_outputs)

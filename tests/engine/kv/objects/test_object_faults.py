@@ -1,4 +1,4 @@
-"""A store that fails, hangs or lies costs time and no token."""
+"""Faults of a store: a store that fails, hangs or lies costs time and no token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world(llama: tuple[Path, Any], faulty: FaultyS3, tmp_path: Path) -> World:
 
 @pytest.fixture
 def expected(world: World) -> list[int]:
-    """The tokens of a prompt that is in the store from then on."""
+    """Return the tokens of a prompt that is in the store from then on."""
     engine = world.start()
     tokens, _ = ask(engine)
     world.rest(engine)
