@@ -1,4 +1,4 @@
-"""Loads for engines whose steps may overlap, and what came of them."""
+"""Loads for engines whose steps may overlap, and their outputs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Told(NamedTuple):
 
 
 class World:
-    """An engine on the double, under a load, checked at every step."""
+    """Engine on the device double under a load, checked at every step."""
 
     def __init__(
         self, arrivals: list[Arrival], runner_options: dict[str, Any], **config: Any
@@ -177,7 +177,7 @@ class World:
         assert not self.runner.broken, self.runner.broken
 
     def run(self, *, disturbed: bool) -> None:
-        """Serve everybody; if ``disturbed``, with the cancellations and second requests."""
+        """Serve all requests; if ``disturbed``, with the cancellations and second requests."""
         due: list[tuple[int, str]] = []
         last = ""
         for number, arrival in enumerate(self._arrivals):

@@ -90,7 +90,7 @@ def test_labels_of_a_group_of_ranks_on_devices(tmp_path: Path) -> None:
 
 
 def check_ranks(tmp_path: Path, **ranks: Any) -> None:
-    """The labels of a group of ranks are those of transformers."""
+    """Assert that the labels of a group of ranks are those of transformers."""
     save_classifier(tmp_path, "Llama", 3, **SHAPE)
     config = EngineConfig(
         num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1

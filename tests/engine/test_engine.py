@@ -1,4 +1,4 @@
-"""The engine as its callers see it: answers, equality of answers, errors, cancellation."""
+"""Engine as its callers see it: answers, equality of answers, errors, cancellation."""
 
 from __future__ import annotations
 

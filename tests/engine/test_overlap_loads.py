@@ -64,7 +64,7 @@ def test_overlap_changes_nothing_that_is_told(
 
 
 def _arrivals(seed: int) -> list[Arrival]:
-    """Twelve requests at once, all kinds of them, that fill any small pool."""
+    """Return twelve requests of all kinds at once, which fill any small pool."""
     pick = random.Random(seed)
     kinds = ["greedy", "drawn", "reported", "penalised", "scored", "choices"]
     return [

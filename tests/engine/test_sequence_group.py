@@ -1,4 +1,4 @@
-"""Several completions of one prompt: the same tokens as alone, from blocks that are shared."""
+"""Several completions of one prompt: the same tokens as alone, from shared blocks."""
 
 from __future__ import annotations
 

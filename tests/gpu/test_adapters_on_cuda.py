@@ -1,4 +1,4 @@
-"""Adapters on a CUDA device: its kernels, its graphs, and the way of adapters to it."""
+"""Adapters on a CUDA device: its kernels, its graphs, and copies of adapters to it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LISTED = ("Qwen2", "Qwen3")
 
 @st.composite
 def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """Arguments of the family's configuration in transformers."""
+    """Draw arguments of the family's configuration in transformers."""
     num_layers = draw(st.integers(1, 3))
     num_kv_heads = draw(st.integers(1, 3))
     group_size = draw(st.integers(1, 4))

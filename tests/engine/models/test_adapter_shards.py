@@ -1,4 +1,4 @@
-"""Adapters over several ranks, each with the slices that go with its own of the model."""
+"""Adapters over several ranks: each rank has the slices that fit its slices of the model."""
 
 from __future__ import annotations
 

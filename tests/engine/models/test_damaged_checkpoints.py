@@ -40,7 +40,7 @@ EACH = settings(
 
 @pytest.fixture(scope="module", params=[*CHANGES, "sharded", "base"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each family, one in shards and one without a head."""
+    """Return a checkpoint of each family, one of them in shards and one without a head."""
     path = tmp_path_factory.mktemp("whole")
     if request.param == "base":
         save_base_model(path, "Qwen3", num_hidden_layers=NUM_LAYERS)

@@ -28,7 +28,7 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def completion(path: Path) -> list[int]:
-    """Ours, greedy."""
+    """Return our greedy completion."""
     engine = Engine.load(path, EngineConfig(num_blocks=80, device="cpu"))
     engine.add(request("a", PROMPT, max_tokens=NUM_TOKENS))
     return tokens_by_request(drain(engine))["a"]

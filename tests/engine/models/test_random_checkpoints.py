@@ -46,9 +46,10 @@ WIDE = settings(
 
 
 def theirs(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Tensor:
-    """transformers' logits behind the prompt's last token and every later one.
+    """Return transformers' logits after the prompt's last token and every later one.
 
-    Dynamic scaling is a matter of length there, so those are decoded as it would, with a cache.
+    Dynamic scaling depends on the length there, so those checkpoints are decoded with a cache, as
+    in transformers' own generation.
     """
     if model.config.rope_parameters["rope_type"] == "dynamic":
         return cached_logits(model, token_ids, num_prompt_tokens)
@@ -92,7 +93,7 @@ def check_greedy(model: Any, prompt_ids: list[int], tokens: list[int]) -> None:
 
 
 def check_completions(model: Any, path: Path, prompts: list[list[int]], budget: int) -> None:
-    """The first prompt alone, again on a warm cache, then with all others in small chunks."""
+    """Check the first prompt alone, again on a warm cache, then with all others in small chunks."""
     alone = Engine.load(path, EngineConfig(num_blocks=NUM_BLOCKS, device="cpu"))
     completions = []
     block_size = EngineConfig().block_size_tokens

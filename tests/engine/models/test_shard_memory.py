@@ -1,4 +1,4 @@
-"""A rank keeps its share of a model in memory, and copies of it alone."""
+"""Memory of a rank: its share of the model, and copies of that share alone."""
 
 from __future__ import annotations
 

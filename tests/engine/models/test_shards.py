@@ -1,4 +1,4 @@
-"""A model over several ranks computes what it computes on one."""
+"""Model over several ranks: it computes the same as on one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_random_weights_are_those_of_one_rank(
 @pytest.mark.parametrize("splits_experts", [False, True], ids=["slices", "whole-experts"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_bfloat16(tmp_path: Path, size: int, splits_experts: bool, is_packed: bool) -> None:
-    """A sum over ranks is rounded once for each of them and once more, so by little more."""
+    """A sum over ranks is rounded once for each rank and once more, so the error grows little."""
     save_model(tmp_path, "Mixtral", **(SIZES | EXPERTS))
     makers: dict[str, Any] = {"dtype": torch.bfloat16}
     if is_packed:

@@ -1,4 +1,4 @@
-"""The stages of a model, one behind the other, compute what the whole model computes."""
+"""Stages of a model in sequence: together they compute the same as the whole model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOWS: dict[str, Any] = {
 
 
 def same_as_whole(path: Path, size: int, num_stages: int, **options: Any) -> torch.Tensor:
-    """Returns the whole model's logits."""
+    """Compare the logits of stages with those of the whole model; return the latter."""
     same_bits(path, size, num_stages, **options)
     whole = logits_of(path, **options)
     same_logits(logits_of(path, size=size, **options), whole)

@@ -1,5 +1,4 @@
-"""Models over several devices, of which there are processes on the CPU here, beside the same model
-on one."""
+"""Models over several devices, here processes on the CPU, compared with the same model on one."""
 
 from __future__ import annotations
 
@@ -122,8 +121,8 @@ def finite_requests(seed: int) -> list[EngineRequest]:
 def test_all_kinds_of_requests_are_answered_as_by_one_rank(
     engines: list[Engine], seed: int
 ) -> None:
-    """Drawn with seeds and penalties, with log-probabilities of tokens and prompts, several
-    choices, and cached prefixes whose last block is copied."""
+    """The requests are drawn with seeds and penalties, with log-probabilities of tokens and
+    prompts, several choices, and cached prefixes whose last block is copied."""
     assert len(both(engines, finite_requests(seed))) > 8
 
 

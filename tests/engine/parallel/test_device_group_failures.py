@@ -1,4 +1,4 @@
-"""Ranks on devices that end, hang or cannot be loaded, and what a group of them is not."""
+"""Ranks on devices that end, hang or fail to load, and unsupported settings of their group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ of_each_kind = pytest.mark.parametrize(
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, llama: Path) -> Iterator[Engine]:
-    """A group of 2, of ranks unless the test says another, which one test may break."""
+    """Yield a group of 2 ranks, or of the kind of the parameter, which one test may break."""
     kind: dict[str, Any] = getattr(request, "param", RANKS)
     engine = load(llama, rank_timeout_s=2.0, cuda_graphs=False, **kind)
     members = runner_of(engine)._lead.members
@@ -93,7 +93,8 @@ def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
 async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the others have been told, who wait for it in the middle of a step."""
+    """The failure comes after the other ranks received the step, while they wait in the middle of
+    it."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")

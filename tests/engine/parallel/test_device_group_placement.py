@@ -1,5 +1,5 @@
-"""Steps of ranks on CUDA devices where there are none: what is recorded asks the host for nothing,
-and what is exchanged lies on the device."""
+"""Steps of ranks on pretended CUDA devices: recorded steps need nothing from the host, and
+exchanged tensors lie on the device."""
 
 from __future__ import annotations
 

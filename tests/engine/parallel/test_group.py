@@ -1,4 +1,4 @@
-"""Engines whose model several ranks compute, beside the same with one: real processes."""
+"""Engines with a model over several ranks, compared with one rank: real processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     params=[{}, {"tensor_parallel": 1, "pipeline_parallel": 2}], ids=["ranks", "stages"]
 )
 def pair(request: pytest.FixtureRequest, llama: tuple[Path, Any]) -> Iterator[Engine]:
-    """A group of 2, which one test may break."""
+    """Yield a group of 2, which one test may break."""
     engine = load(llama[0], 2, rank_timeout_s=1.0, **request.param)
     members = runner_of(engine).members
     yield engine
@@ -110,8 +110,8 @@ def test_a_group_has_the_tokens_of_one_rank(
 def test_all_kinds_of_requests_run_on_a_group(
     llama: tuple[Path, Any], tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    """Log-probabilities of prompts, embeddings, several choices, beams, adapters, cached prefixes
-    and preemption."""
+    """The requests are log-probabilities of prompts, embeddings, several choices, beams, adapters,
+    cached prefixes and preempted ones."""
     path, model = llama
     save_adapter(tmp_path / "adapter", model, strength=4.0)
     adapter = engine_adapter(tmp_path / "adapter")
@@ -258,7 +258,7 @@ async def test_no_adapter_is_waited_for_from_a_rank_that_has_ended(pair: Engine)
 async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for it in the middle of a step."""
+    """The other ranks wait in the middle of a step."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")

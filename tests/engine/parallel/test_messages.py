@@ -112,7 +112,7 @@ def test_a_step_that_is_cut_off_is_not_read() -> None:
 
 @pytest.fixture
 def channels() -> list[LinkChannel]:
-    """Rank 0's, and two others'."""
+    """Return rank 0's channel, and the channels of two other ranks."""
     shape = link_shape(2)
     fd = link_memory(shape)
     try:

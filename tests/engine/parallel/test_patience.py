@@ -1,4 +1,4 @@
-"""A wait that takes too long is ended from beside it."""
+"""Watch of waits that take too long: another thread ends them."""
 
 from __future__ import annotations
 

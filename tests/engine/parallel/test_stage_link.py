@@ -1,4 +1,4 @@
-"""Messages from stage to stage: ends are threads here, as they wait without Python's lock."""
+"""Messages between stages: the ends are threads here, as they wait without Python's lock."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ADAPTERS = {number: PlainAdapter([]) for number in (3, 9)}
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[FlatBatch, list[int]]:
-    """Batches as layouts make them, single tokens first, and the numbers of their adapters."""
+    """Draw batches as layouts make them, single tokens first, and the numbers of their adapters."""
     num_single, chunks = draw(st.integers(0, 4)), draw(st.lists(st.integers(2, 30), max_size=3))
     lengths = [1] * num_single + chunks
     if not lengths:

@@ -21,7 +21,7 @@ def random_weight(
     has_order: bool = False,
     activations: Activations = Activations.WIDE,
 ) -> QuantizedWeight:
-    """About as large as a wide weight of the same width is."""
+    """Draw a weight about as large as a wide weight of the same width."""
     num_inputs = num_groups * group_inputs
     least, most = (-8, 8) if bits == 4 else (-128, 128)
     if is_float:

@@ -47,7 +47,7 @@ def answers(path: Path, kernels: str, quantization: str | None = None) -> dict[s
 
 
 def rewritten(wide: Path, folder: Path, quantization: str) -> Path:
-    """A wide checkpoint of the values that rounded weights have."""
+    """Save a wide checkpoint with the values of rounded weights."""
     at_load = quantize_at_load(quantization)
     assert at_load.layers is not None
     assert at_load.head is not None

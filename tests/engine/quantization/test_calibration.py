@@ -25,7 +25,7 @@ TEXTS = [prompt(seed, 1 + 9 * seed) for seed in range(12)]
 
 
 class Seen:
-    """Sums up x x^T of what each linear map of a layer of transformers' model multiplies."""
+    """Sums of x x^T over the inputs of each linear map of a layer in transformers' model."""
 
     def __init__(self, layer: Any) -> None:
         self.sums: dict[str, torch.Tensor] = {}

@@ -137,7 +137,7 @@ def save(path: Path, **changes: Any) -> None:
 
 
 def our_logits(path: Path) -> torch.Tensor:
-    """The logits behind the prompt."""
+    """Return the logits after the prompt."""
     runner = ModelRunner.load(path, resolve(path, CONFIG))
     sequence = Sequence(request("a", PROMPT), arrival=0, key=0, max_total_tokens=len(PROMPT) + 1)
     sequence.block_table = list(range(-(-len(PROMPT) // 16)))
@@ -266,7 +266,7 @@ def test_inputs_are_rounded_as_the_checkpoint_asks(
     is_int8: bool,
     scales_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Rounding is a step: sums in another order now and then land on the other side of one."""
+    """Rounding is a step: sums in another order sometimes round to another one."""
     save(tmp_path)
     rewrite(tmp_path, {LAYERS: write}, fields)
     model = wide_model(tmp_path)

@@ -1,4 +1,4 @@
-"""GPTQ against rounding to nearest, and against itself written plainly."""
+"""GPTQ, compared with rounding to nearest and with a plain implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.engine.quantizer.gptq import gptq_int4
 
 
 def correlated(num_rows: int, num_inputs: int, rank: int = 12) -> torch.Tensor:
-    """Inputs that mostly lie in a few directions, some of them far larger than others."""
+    """Draw inputs that mostly lie in a few directions, some of them far larger than others."""
     generator = torch.Generator().manual_seed(3)
     directions = torch.randn(rank, num_inputs, generator=generator)
     strengths = torch.randn(num_rows, rank, generator=generator) * torch.logspace(1, -1, rank)

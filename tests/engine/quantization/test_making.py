@@ -1,4 +1,4 @@
-"""Checkpoints that are made are what transformers and compressed-tensors read."""
+"""Quantized checkpoints of our own, as read by transformers and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(folder: Path) -> Any:
 
 
 def linears(model: Any) -> dict[str, torch.nn.Linear]:
-    """The linear maps of the layers, routers left out."""
+    """Return the linear maps of the layers, without routers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def linears(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def rounded_rows(scheme: QuantizerScheme, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as compressed-tensors rounds them; to int8 by half of 255 steps, where others take
+    """Round rows as compressed-tensors does: to int8 by half of 255 steps, where others take
     127."""
     most = rows.abs().amax(-1, keepdim=True)
     if scheme is QuantizerScheme.W8A8_INT8:
@@ -67,8 +67,8 @@ def rounded_rows(scheme: QuantizerScheme, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(model: Any, scheme: QuantizerScheme) -> Any:
-    """``model`` with weights that were rounded and widened again; so are the rows that they
-    multiply, if the scheme says so."""
+    """Round and widen the weights of ``model`` in place; round the rows that they multiply, too, if
+    the scheme says so."""
     for module in linears(model).values():
         module.weight.data = ROUNDED[scheme](module.weight.detach()).values()
         if scheme is not QuantizerScheme.W4A16:

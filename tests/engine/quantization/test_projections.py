@@ -115,7 +115,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def test_experts(
     tmp_path: Path, family: str, write: Writer, config: dict[str, Any], is_stacked: bool
 ) -> None:
-    """The router is wide, whether the config names it or not."""
+    """The router stays wide, whether the config names it or not."""
     save_mixture(tmp_path, family, write, config)
     make = stacked_experts(reference_experts, Projection, fixed=False)
     ours = weights_of(tmp_path, experts=make if is_stacked else None)

@@ -1,4 +1,4 @@
-"""Penalties, biases and what is forbidden: what is done to a row's logits before the draw."""
+"""Logits processors: penalties, biases and forbidden tokens, applied to a row before the draw."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = st.integers(0, VOCAB_SIZE - 1)
 
 
 def after(rows: list[Row], logits: torch.Tensor, bad: BadWords | None = None) -> torch.Tensor:
-    """The logits as the rows edit them."""
+    """Return the logits as the rows edit them."""
     changed = logits.clone()
     batch = LogitsProcessorBatch(logits.shape[1])
     for index, sequence in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt: those of the model, however the prompt is computed."""
+"""Log-probabilities of the prompt: the model's own, however the prompt is computed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUNNERS = ("host", "device")
 
 
 def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """[num_tokens - 1, vocab_size]: row i is of token i + 1."""
+    """Return log-probabilities [num_tokens - 1, vocab_size]: row i is of token i + 1."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1]
         return logits.double().log_softmax(-1)
 
 
 def reported(outputs: list[EngineOutput], request_id: str) -> tuple[TokenLogprob | None, ...]:
-    """The entries, which come once."""
+    """Return the entries, which must be reported once."""
     (only,) = [o for o in outputs if o.request_id == request_id and o.prompt_logprobs]
     assert only.token_ids
     return only.prompt_logprobs

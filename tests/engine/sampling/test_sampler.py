@@ -95,7 +95,7 @@ def test_the_stream_is_what_it_always_was() -> None:
 
 
 def splitmix_uniform(seed: int, index: int, lane: int) -> float:
-    """The same stream in Python's integers."""
+    """Compute the same stream in Python's integers."""
     golden = 0x9E3779B97F4A7C15
     key = mix((seed + golden) % 2**64)
     counter = mix((key + (index + 1) * golden) % 2**64)
@@ -109,7 +109,7 @@ def mix(bits: int) -> int:
 
 
 def mixed_rows(count: int) -> list[Row]:
-    """All options in all mixes, over the rows."""
+    """Return rows with all options in all mixes."""
     generator = random.Random(4)
     return [
         row(

@@ -28,7 +28,7 @@ _NOTHING = 1e-30
 
 
 def kept(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """bool [num_rows, vocab_size]"""
+    """Return which tokens stay: bool [num_rows, vocab_size]."""
     num_rows, vocab_size = logits.shape
     padding = (0, -vocab_size % GROUP_TOKENS)
     members = torch.nn.functional.pad(logits, padding, value=-torch.inf)
@@ -123,7 +123,7 @@ def test_ties_at_the_edge_are_all_kept() -> None:
 
 
 def test_rows_of_very_different_widths_do_not_mix() -> None:
-    """A flat row, peaked ones and some in between, narrowed together."""
+    """A flat row, peaked rows and some in between are narrowed together."""
     logits = random_logits(12, vocab_size=20_000)
     logits[::3] *= 0.01
     logits[1::3] *= 8

@@ -66,7 +66,7 @@ def sequence(
 
 
 def step(planner: Planner) -> dict[Sequence, int]:
-    """Plan, and do as the engine does without a model; what was planned."""
+    """Plan a step and play the engine without a model; return the plan."""
     plan = planner.plan()
     planned = dict(plan)
     planner.check_integrity()
@@ -236,7 +236,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
 
 
 def warm_costs() -> CostModel:
-    """1 ms a step, 0.1 ms a prefill token, 0.5 ms a decode."""
+    """Set the costs to 1 ms a step, 0.1 ms a prefill token and 0.5 ms a decode."""
     costs = CostModel()
     for i in range(200):
         work = StepWork(8 * (i % 9), i % 5, 10 * (i % 5), 0)

@@ -1,4 +1,4 @@
-"""A draft says much of what its target will say, and changes nothing of it."""
+"""Draft model: it predicts many of its target's tokens, and changes none of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.support import prompt, request, resolved
 
 @pytest.fixture(scope="module")
 def draft(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target, a little deranged."""
+    """Save a draft: the target with slightly changed weights."""
     path = tmp_path_factory.mktemp("draft") / "model"
     shutil.copytree(checkpoint, path)
     file = path / "model.safetensors"
@@ -44,7 +44,8 @@ def known(checkpoint: Path) -> Answers:
 
 @pytest.fixture(autouse=True)
 def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's steps take as long as Python does: nothing would ever be drafted."""
+    """Make rows cheap: a small model's steps take as long as Python does, so nothing would be
+    drafted."""
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
 
 

@@ -169,7 +169,7 @@ def test_proposed_non_finite_token_fails_only_a_request_that_accepts_it(
 
 
 class _Poisoning:
-    """Guesses are right but for the token that is not finite, in their middle."""
+    """Guesses that are right except for a non-finite token in their middle."""
 
     def __init__(self) -> None:
         self._generator = random.Random(4)

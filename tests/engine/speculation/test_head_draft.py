@@ -1,4 +1,4 @@
-"""A head says much of what its target will say, if it knows it, and changes nothing of it."""
+"""EAGLE-3 head: it predicts many tokens of a target that it knows, and changes none of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WORLDS = ("random", "copier")
 
 
 class _World:
-    """A target, a head for it, and what the target answers."""
+    """Target, a head for it, and the target's answers."""
 
     def __init__(self, target: Path, head: Path) -> None:
         self.target = target
@@ -71,7 +71,8 @@ def world(
 
 @pytest.fixture(autouse=True)
 def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's steps take as long as Python does: nothing would ever be drafted."""
+    """Make rows cheap: a small model's steps take as long as Python does, so nothing would be
+    drafted."""
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
 
 
@@ -121,7 +122,7 @@ def test_a_request_goes_on_behind_any_of_its_tokens(world: _World) -> None:
 
 
 def _texts(temperature: float, num_tokens: int = 300, **more: Any) -> list[EngineRequest]:
-    """Prompts of text tokens, which the target goes on from as it always does."""
+    """Return requests of text prompts, which the target continues in a fixed way."""
     return [
         request(
             f"r{i}",
@@ -248,7 +249,7 @@ def test_a_draft_of_any_share_agrees_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_the_target_is_not_asked_to_keep_its_rows(copier: _World) -> None:
-    """Features are copied out of a step, so that one row does not hold all of them."""
+    """Features are copied out of a step, so that one row does not keep all rows in memory."""
     engine = copier.engine()
     engine.add(_texts(0.0)[0])
     engine.step()

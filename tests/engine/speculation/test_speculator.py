@@ -32,7 +32,7 @@ def _costs(base_s: float, row_s: float) -> CostModel:
 
 
 class _Decoding:
-    """Sequences that decode what their prompts said before, with their planner."""
+    """Sequences that repeat their prompts as they decode, with their planner."""
 
     def __init__(self, count: int, num_blocks: int = 4096, **more: Any) -> None:
         self.planner = make_planner(num_blocks, 4096, 64)

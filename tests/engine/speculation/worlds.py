@@ -1,4 +1,4 @@
-"""Engines with and without proposals on one checkpoint, and all that they make of a load."""
+"""Engines with and without proposals on one checkpoint, and their answers to a load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_STEPS = 5_000
 
 
 def load(checkpoint: Path, speculation: str, **settings: Any) -> Engine:
-    """An engine in bfloat16 by the compiled kernels."""
+    """Load an engine in bfloat16 by the compiled kernels."""
     given: dict[str, Any] = {
         "num_blocks": 256,
         "device": "cpu",
@@ -46,7 +46,7 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = None) -> Answers:
-    """The answers to requests, of which each comes so many steps after the one before."""
+    """Return the answers to requests; each request arrives ``gaps`` steps after the one before."""
     answers: Answers = {}
     waits = iter(gaps or [])
     queued = list(requests)

@@ -88,7 +88,7 @@ def test_two_pulls_at_once_from_one_peer(
 
 @contextlib.contextmanager
 def _says(body: bytes, name: str) -> Iterator[TransferEndpoint]:
-    """A server that says this of an agent of such a name, and lends its first block."""
+    """Serve this message about an agent of that name, and lend the first block."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

@@ -27,7 +27,7 @@ def _foreign_threads() -> set[int]:
 
 
 def _num_links() -> int:
-    """Sockets of this process, and what waits for some."""
+    """Count the sockets of this process, and the waits for sockets."""
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(link.startswith(("socket:", "anon_inode:[event")) for link in links)
 
@@ -42,7 +42,8 @@ def _read_once(folder: Path) -> tuple[Served, NixlAgent]:
 
 
 async def test_an_agent_has_no_thread(tmp_path: Path) -> None:
-    """NIXL's polls without a pause, one for each agent. UCX has one for all, which waits."""
+    """NIXL's thread polls without a pause, one for each agent. UCX has one thread for all, which
+    waits."""
     used = [_read_once(tmp_path / "first")]
     before = _foreign_threads()
     used.append(_read_once(tmp_path / "second"))

@@ -1,4 +1,4 @@
-"""Peers that end, hang or take back what they lent while they are read by NIXL cost a pull."""
+"""Peers that end, hang or take back a loan during a read by NIXL cost one pull."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_puller_killed_in_the_middle_of_a_pull_gives_back_its_loan(
 def test_a_loan_that_ends_in_the_middle_of_a_pull(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lender does nothing for it any more. Who reads has until its own deadline."""
+    """The lender does nothing more for the loan. The puller has time until its own deadline."""
     served = Served(tmp_path, loan_s=0.05, by_nixl=True)
     peers = peers_of(agent)
     with monkeypatch.context() as patch:
@@ -100,7 +100,7 @@ def test_a_loan_that_ends_in_the_middle_of_a_pull(
 def test_hanging_read_is_given_up_and_its_scratch_not_used_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that is given up may still write: nothing else is read there until it has ended. By
+    """A read that was given up may still write: its scratch is not used until it has ended. Over
     TCP it ends while the peer is asked again."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     agent = NixlAgent([])

@@ -1,4 +1,4 @@
-"""Blocks go from one memory to another, over either way."""
+"""Pulls of blocks from one memory into another, over either way."""
 
 from __future__ import annotations
 
@@ -292,7 +292,8 @@ def test_blocks_of_another_shape_are_not_taken(served: Served, way: str) -> None
 def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
     tmp_path: Path, way: str
 ) -> None:
-    """There two ranks have a head each of all layers, here two stages have both heads."""
+    """The lender has two ranks with a head each of all layers, the puller two stages with both
+    heads."""
     theirs = tuple(BlockPart(0, 3, head, 1) for head in (0, 1))
     split = BlockSplit(
         LAYOUT,

@@ -1,4 +1,4 @@
-"""Blocks that are split over other ranks there than here."""
+"""Blocks that are split over other ranks at the lender than at the puller."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Whole = npt.NDArray[np.uint8]
 
 
 class Model(NamedTuple):
-    """All keys and values of a model's blocks, [num_layers, num_blocks, num_tokens, 2, num_heads,
-    bytes], and the scales of these where there are any."""
+    """Keys and values of a model's blocks, [num_layers, num_blocks, num_tokens, 2, num_heads,
+    bytes], and their scales, if any."""
 
     data: Whole
     scales: Whole | None

@@ -1,4 +1,4 @@
-"""No bytes of a peer are taken for more than they can be."""
+"""Wire of transfers: malformed bytes of a peer are refused."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def connection() -> Iterator[RankConnection]:
 
 
 def stage(connection: RankConnection, device: str, slot: int) -> DeviceStage:
-    """The last of three."""
+    """Return the last of three stages."""
     join = JoinDevices(
         path="/at/the/worker",
         config=ENGINE,

@@ -36,7 +36,7 @@ def link(shape: LinkShape) -> tuple[list[StageLink], StageLink]:
 
 
 class End(NamedTuple):
-    """A host's relay, and what is at the other ends of what it has."""
+    """Relay of a host, and the other ends of its links."""
 
     relay: Relay
     writers: list[StageLink]
@@ -45,7 +45,8 @@ class End(NamedTuple):
 
 
 def end(sock: socket.socket, written: LinkShape, read: LinkShape) -> End:
-    """A relay that sends what is ``written`` at its host, and writes what is ``read`` there."""
+    """Start a relay that sends contents ``written`` at its host, and writes contents ``read``
+    there."""
     connection = RankConnection(sock, WAIT_S)
     writers, source = link(written)
     targets, reader = link(read)
@@ -72,7 +73,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def ends(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[End, End]]:
-    """The lead's and the stage's."""
+    """Yield the lead's end and the stage's end."""
     pair = end(sockets[0], FORTH, BACK), end(sockets[1], BACK, FORTH)
     yield pair
     for one in pair:

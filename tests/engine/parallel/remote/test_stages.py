@@ -1,5 +1,5 @@
-"""Groups of which stages are computed by ``millrace stages``, beside the same with one rank: real
-processes, over loopback."""
+"""Groups with stages computed by ``millrace stages``, compared with one rank: real processes, over
+loopback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def joined(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """A host of two stages, whose ranks are forks. Those of the host that is killed are not."""
+    """Start a host of two stages, whose ranks are forks. Ranks of the host that a test kills are
+    not forks."""
     folder = tmp_path_factory.mktemp("stages")
     (folder / "token").write_text(f"{TOKEN}\n")
     host = WarmStages(
@@ -103,8 +104,8 @@ def load_remote(path: Path, port: int, ranks: int = 1, **changes: Any) -> Engine
 def test_all_kinds_of_requests_run_on_remote_stages(
     llama: tuple[Path, Any], port: int, tmp_path: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
-    """Several choices, beams, adapters, cached prefixes, prompts whose numbers are not finite, and
-    preempted requests whose blocks are in the hosts' memory meanwhile."""
+    """The requests are several choices, beams, adapters, cached prefixes, prompts with non-finite
+    numbers, and preempted requests whose blocks are in the hosts' memory meanwhile."""
     path, model = llama
     save_adapter(tmp_path / "adapter", model, strength=4.0)
     adapter = engine_adapter(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""No bytes of another host are taken for more than they can be, and none keep this one waiting."""
+"""Wire between hosts: malformed bytes are refused, and no host can keep another one waiting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FRAMES = st.lists(
 
 @contextmanager
 def receiving(silence_s: float = SILENCE_S) -> Iterator[tuple[RankConnection, socket.socket]]:
-    """A connection that takes frames of a group that computes, and its other end."""
+    """Yield a connection that receives frames of a computing group, and its other end."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other = stack.enter_context(socket.create_connection(listener.getsockname()))
