@@ -1,4 +1,4 @@
-"""A catalogue's file that changes while somebody follows it."""
+"""Watch of a catalogue file that changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class Followed:
-    """A catalogue file, and what its watch told."""
+    """Catalogue file, and the changes that its watch reported."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

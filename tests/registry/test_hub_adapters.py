@@ -1,4 +1,4 @@
-"""Adapters by their hub ids, of a hub that a test stands in for."""
+"""Adapters by their hub ids, from a stand-in for the hub."""
 
 from __future__ import annotations
 

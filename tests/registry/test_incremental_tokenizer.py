@@ -1,4 +1,5 @@
-"""Token ids of a text that comes in pieces spell that text, for every kind of vocabulary."""
+"""Incremental tokenizer: token ids of a text in pieces spell that text, for every kind of
+vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts in threads of their own: how many at once, and whose."""
+"""Pool of threads for long texts: their number, and the tenants' shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = MAX_INLINE_CHARACTERS + 1
 
 
 class Held:
-    """Work that begins and then waits to be let go."""
+    """Work that begins and then waits for its release."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

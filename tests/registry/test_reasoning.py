@@ -1,4 +1,4 @@
-"""Thoughts told apart from answers, however their text comes."""
+"""Separation of thoughts from answers, for any pieces of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs made ready for a model."""
+"""Preparation of jobs for a model."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_messages(served: ServedModel) -> None:
 
 
 def test_messages_in_the_template_of_a_request(tmp_path: Path) -> None:
-    """Also for a model that has none; calls and thoughts are marked as the model does it."""
+    """The template also serves a model that has none; calls and thoughts are marked as the model
+    does it."""
     path = write_checkpoint(tmp_path / "tiny")
     messages = (ChatMessage("user", "mill"),)
     asked = job(messages=messages)
@@ -361,7 +362,7 @@ def test_a_model_without_a_head_makes_embeddings_only(tmp_path: Path) -> None:
 
 @pytest.fixture(params=[1, 3])
 def classifier(tmp_path: Path, request: pytest.FixtureRequest) -> ServedModel:
-    """A cross-encoder, and a model that tells one of three labels."""
+    """Return a cross-encoder, or a model that tells one of three labels."""
     write_checkpoint(
         tmp_path / "tiny",
         architectures=["LlamaForSequenceClassification"],

@@ -85,7 +85,7 @@ def library() -> GrammarLibrary:
 
 
 def test_words_of_a_schema_take_no_room_in_a_grammar() -> None:
-    """Agents send dozens of tools, most of whose schemas is prose."""
+    """Agents send dozens of tools, whose schemas are mostly prose."""
     described = {
         "type": "string",
         "description": "y" * 300,

@@ -1,4 +1,4 @@
-"""Tool calls out of a text, however it is cut."""
+"""Tool calls in a text, for any pieces of the text."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _tell_coverage(node_id: str) -> None:
-    """Have coverage record what is executed from now on as this test's, here and in processes that
+    """Have coverage record all code executed from now on as this test's, here and in processes that
     start later (see ``tests/runner/proof.py``)."""
     import coverage  # it takes 0.3 s, which other runs save
 

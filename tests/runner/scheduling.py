@@ -21,7 +21,7 @@ _ALONE = ("tests/engine/models/test_random_checkpoints.py",)
 
 
 def room_of(node_id: str) -> str:
-    """Return the name of the room: of the tests that one process runs one after the other."""
+    """Return the name of the room: the tests that one process runs one after the other."""
     if node_id.startswith(_SYSTEMS):
         return _SYSTEMS
     if node_id.startswith(_ALONE):
@@ -38,9 +38,8 @@ def refuse_namesakes(items: list[pytest.Item]) -> None:
 
 
 def longest_first(items: list[pytest.Item], measured: Measured) -> list[pytest.Item]:
-    """Systems, which wait more than they compute, then the rooms that took longest when they were
-    measured, then large ones, so that no process is left with a long room when the others are
-    done."""
+    """Order rooms: first systems, which wait more than they compute, then the longest measured
+    rooms, then large ones, so that no process has a long room left at the end."""
     rooms: dict[str, list[pytest.Item]] = {}
     for item in items:
         rooms.setdefault(room_of(item.nodeid), []).append(item)

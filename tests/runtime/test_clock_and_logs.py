@@ -1,4 +1,4 @@
-"""Time that tests move, and logs that are one JSON object a line."""
+"""Clock that tests move, and logs of one JSON object a line."""
 
 from __future__ import annotations
 

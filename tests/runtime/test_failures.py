@@ -1,4 +1,4 @@
-"""Failures of long-lived tasks: counted, started again, and at last the end of the process."""
+"""Failures of long-lived tasks: counted, restarted, and at last the end of the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class Noted:
-    """Failures on a clock, of which it is known whether they gave up."""
+    """Failures on a manual clock, with a note of whether they gave up."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Large bodies that are all structure are refused by their numbers."""
+"""Outline of JSON bodies: the numbers of their parts are limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link to Redis: a command that cannot be sent or is refused is its caller's trouble only."""
+"""Link to Redis: an unsent or refused command fails for its caller only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to a real Redis with TLS, users and sentinels."""
+"""Connections to a real Redis with TLS, users and sentinels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collector of traces as small as can be: OTLP over HTTP, kept in memory."""
+"""Minimal collector of traces: OTLP over HTTP, kept in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True)
 class Told:
-    """A span as it arrived. ``parent_id`` is empty for the first of a trace; ``links`` are
-    (trace, span)."""
+    """Received span. ``parent_id`` is empty for the first of a trace; ``links`` are (trace,
+    span)."""
 
     service: str
     instance: str
@@ -36,7 +36,8 @@ class Told:
 
 
 class Collector:
-    """Runs in a thread of its own. ``status`` is what it answers; ``gate`` holds its answers."""
+    """Collector in a thread of its own. ``status`` is the status of its answers; ``gate`` holds
+    them."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -65,7 +66,7 @@ class Collector:
         )
 
     def of_request(self, request_id: str) -> list[Told]:
-        """All of the trace that a request is in."""
+        """Return all spans of the trace that a request is in."""
         for span in self.spans:
             if span.attributes.get("millrace.request.id") == request_id:
                 return self.of_trace(span.trace_id)
@@ -110,7 +111,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         return Handler
 
@@ -141,7 +142,7 @@ def _value(value: AnyValue) -> Any:
 
 
 def tree(spans: list[Told]) -> str:
-    """A trace in text, each span below its parent, in order of time."""
+    """Format a trace as text, each span below its parent, in order of time."""
     known = {span.span_id for span in spans}
     start_ns = min((span.start_ns for span in spans), default=0)
     lines: list[str] = []

@@ -22,7 +22,7 @@ SECRET = "the quick brown fox"
 
 
 class Traced:
-    """A gateway that traces, what it told, and a client."""
+    """Gateway that traces, its spans, and a client."""
 
     def __init__(self, front: RunningGateway, http: httpx.AsyncClient, kept: KeptSpans) -> None:
         self.front = front

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that is there, away, slow or unwilling."""
+"""Export of spans to a collector that is present, absent, slow or unwilling."""
 
 from __future__ import annotations
 

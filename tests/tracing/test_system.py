@@ -75,8 +75,8 @@ def _body(max_tokens: int) -> dict[str, Any]:
 async def _stored(
     collector: Collector, trace_id: str, caller_id: str = ""
 ) -> dict[tuple[str, str], list[Told]]:
-    """The spans of a trace by service and name, once the last has arrived: those of the parts come
-    in any order."""
+    """Return the spans of a trace by service and name, once the last has arrived: spans of the
+    parts come in any order."""
 
     def is_whole() -> bool:
         spans = collector.of_trace(trace_id)

@@ -1,4 +1,4 @@
-"""Copies of stored folders: whole or not at all, each once, taken up where they were cut."""
+"""Copies of stored folders: complete or absent, stored once, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_store_that_is_away_is_not_needed_for_what_is_here(
 
 
 class _Cutting(StoredFolder):
-    """Ends each answer after some bytes; ``starts`` are where it was asked to begin."""
+    """Server that ends each answer after some bytes; ``starts`` are the offsets of the requests."""
 
     starts: list[int]
     after = 1_500_000

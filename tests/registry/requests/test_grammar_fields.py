@@ -1,4 +1,4 @@
-"""The fields that ask for a grammar, and how they are refused."""
+"""Fields for grammars, and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout goes on, ends, or turns back."""
+"""Decisions of a rollout: it goes on, ends, or turns back."""
 
 from __future__ import annotations
 

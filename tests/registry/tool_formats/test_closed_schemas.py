@@ -1,4 +1,4 @@
-"""Objects within a schema are closed, where nothing else speaks of their properties."""
+"""Closing of objects within a schema, unless something else declares their properties."""
 
 from __future__ import annotations
 

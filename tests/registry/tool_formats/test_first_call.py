@@ -23,7 +23,7 @@ WITHOUT_CONTENT = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC)
 
 
 def cut(sampling: SamplingOptions, pieces: list[str]) -> str | None:
-    """The text up to the end of its first call."""
+    """Return the text up to the end of its first call."""
     first, told = FirstCall(sampling), ""
     for piece in pieces:
         end = first.num_characters(piece)

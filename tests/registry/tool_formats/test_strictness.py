@@ -1,4 +1,4 @@
-"""Calls that no grammar held, checked against the schemas of strict tools."""
+"""Check of calls without a grammar against the schemas of strict tools."""
 
 from __future__ import annotations
 
