@@ -86,14 +86,15 @@ class Heard:
         return ends[0] if ends else None
 
     async def came(self, request_id: str, num_tokens: int) -> None:
-        """Returns at once when there are so many tokens of it, before a quick engine ends it."""
+        """Wait until the request has this many tokens, and return at once, before a quick engine
+        ends it."""
         async with asyncio.timeout(_WITHIN_S):
             while len(self.tokens(request_id)) < num_tokens:
                 self._news.clear()
                 await self._news.wait()
 
     async def ended(self, *request_ids: str) -> None:
-        """Returns when all of them are over."""
+        """Wait until all of these requests are over."""
         await eventually(lambda: all(self.end(one) for one in request_ids), timeout_s=_WITHIN_S)
 
 
@@ -103,7 +104,7 @@ def request(
     output_token_ids: tuple[int, ...] = (),
     **sampling: Any,
 ) -> EngineRequest:
-    """A greedy one, that 12 tokens end unless ``sampling`` says otherwise."""
+    """Return a greedy request that ends after 12 tokens unless ``sampling`` says otherwise."""
     usual: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "seed": 7}
     return EngineRequest(
         request_id=request_id,
@@ -115,7 +116,7 @@ def request(
 
 @asynccontextmanager
 async def running(engine: EngineLike) -> AsyncIterator[EngineLike]:
-    """Ends with ``close``, after which the engine must be silent."""
+    """Yield the engine, then close it; the engine must be silent afterwards."""
     try:
         yield engine
         heard = Heard(engine)
@@ -131,7 +132,7 @@ async def running(engine: EngineLike) -> AsyncIterator[EngineLike]:
 
 @pytest.mark.asyncio(loop_scope="module")
 class EngineConformance:
-    """See the module."""
+    """Conformance tests of an engine: see the module."""
 
     kind: ClassVar[EngineKind]
     promises: ClassVar[EnginePromises | None] = None

@@ -1,4 +1,4 @@
-"""A worker on the in-memory bus, with an engine that does what the test says."""
+"""Worker on the in-memory bus, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GATEWAY = "gw"
 
 
 def served_model(path: Path) -> ServedModel:
-    """A model named ``demo`` with a byte-level tokenizer and no weights."""
+    """Return a model named ``demo`` with a byte-level tokenizer and no weights."""
     write_tokenizer(path, byte_level())
     tokenizer = Tokenizer.load(path)
     tokenizer.eos_token_ids = (EOS,)
@@ -75,9 +75,11 @@ def line_of(job: Job) -> TenantQueue:
 
 
 class ScriptedEngine(EngineLike):
-    """``added`` and ``cancelled`` are what it
-    was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
-    A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
+    """Engine whose outputs come when the test calls ``emit``.
+
+    ``added`` and ``cancelled`` are the commands that it received, ``started`` the requests with
+    output. It answers a cancel with the time in ``took_us``, unless it is ``silent``.
+    """
 
     def __init__(self, num_devices: int = 1, max_num_sequences: int = 4) -> None:
         self.added: dict[str, EngineRequest] = {}
@@ -120,7 +122,7 @@ class ScriptedEngine(EngineLike):
         return await self._closed
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     def fail(self, why: str) -> None:
         self._closed.set_result(why)
@@ -147,7 +149,8 @@ class ScriptedEngine(EngineLike):
 
 
 class RecordingIndex:
-    """See ``workers.host.leases``. ``known`` is what it says; ``away``: nothing."""
+    """Index that records its calls: see ``workers.host.leases``. ``known`` are its entries; while
+    it is ``away``, it finds none."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
@@ -267,7 +270,7 @@ class Bench:
         return reply
 
     async def num_queued(self) -> int:
-        """Jobs in the queue, held or not."""
+        """Return the number of jobs in the queue, held or not."""
         return sum((await self.peer.jobs.tenant_queues()).values())
 
     def on_frame(self, request_id: str, frame: Frame) -> None:
@@ -286,11 +289,12 @@ class Bench:
         return "".join(delta.text for delta in self.deltas(request_id))
 
     async def settle(self, seconds: float = 0.0) -> None:
-        """Let ``seconds`` pass, and everything happen that is due."""
+        """Let ``seconds`` pass, with everything that is due."""
         await self.clock.advance(seconds)
 
     async def ended(self, request_id: str = "r1") -> Frame:
-        """Wait until the request is over and its lease is acknowledged; the terminal frame."""
+        """Wait until the request is over and its lease is acknowledged; return the terminal
+        frame."""
         await eventually(
             lambda: (
                 bool(self.of(request_id)) and isinstance(self.of(request_id)[-1], TERMINAL_FRAMES)
@@ -310,7 +314,7 @@ class Bench:
         return [item for item in items if isinstance(item, WorkerSample)]
 
     async def stop(self) -> None:
-        """Ask the worker to end, and let time pass until it has."""
+        """Ask the worker to end, and let time pass until it has ended."""
         assert self.run is not None
         self.stopping.set()
         while not self.run.done():
@@ -320,7 +324,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
-    """A worker that serves; it is stopped at the end unless the test did so."""
+    """Run a worker that serves; it is stopped at the end unless the test did so."""
     num_devices = settings.pop("num_devices", 1)
     orphan_grace_s = settings.pop("orphan_grace_s", 0.0)
     kind = settings.pop("kind", EngineKind.REAL)

@@ -1,4 +1,4 @@
-"""A stream that moves from one run to another reads as if it had not, wherever it moves."""
+"""Streams that move between attempts: they read as if they had not, wherever they move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _score(token_id: int) -> TokenLogprob:
 
 
 class _Client:
-    """Reads a stream as a gateway does, and keeps what its client gets."""
+    """Client that reads a stream as a gateway does."""
 
     def __init__(self) -> None:
         self.reader = StreamReader()

@@ -1,5 +1,5 @@
-"""A beam search on a worker's bus side: nothing until its end, then all answers, one end, one
-record; and anew from the prompt after its engine died."""
+"""Beam search on a worker's bus side: no output until its end, then all answers, one end, one
+record; a search starts again from the prompt after its engine died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def beam_job(b: Bench, **changes: Any) -> Job:
 
 
 def tokens_of(model: ServedModel) -> list[tuple[int, ...]]:
-    """The first ends in an end of sequence, the third in a stop token."""
+    """Return the tokens of three answers: the first ends in an end of sequence, the third in a stop
+    token."""
     first, second, third = (tuple(model.tokenizer.encode(text, False)) for text in _TEXTS)
     return [(*first, EOS), second, (*third, 21)]
 

@@ -126,7 +126,7 @@ async def test_a_client_that_follows_another_run_gets_that_one_continued(
 
 
 async def test_a_finished_request_is_answered_again_not_run_again(demo: ServedModel) -> None:
-    """The ack of a request that was answered got lost, and the job came back."""
+    """The ack of the answered request got lost, and the job was delivered again."""
     async with bench(demo) as b:
         await b.dispatch()
         b.engine.emit("r1:1", [20, 21], FinishReason.LENGTH)

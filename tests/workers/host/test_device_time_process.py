@@ -40,7 +40,7 @@ async def _everything(scheduler: HandScheduler) -> list[Record]:
 async def test_records_and_notices_add_up_to_the_samples(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Requests end, are cancelled or superseded, and one is given back when the worker goes."""
+    """The requests end, are cancelled or superseded, and one is given back when the worker ends."""
     draw = random.Random(7)
     async with hand_scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")

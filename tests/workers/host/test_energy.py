@@ -1,4 +1,4 @@
-"""Joules: what counters say, and that all of them are somebody's or the idle device's."""
+"""Energy in joules: readings of counters, and their division among requests and the idle device."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nvml_counts_in_mj_and_says_what_it_cannot(monkeypatch: pytest.MonkeyPat
 
 
 class _World:
-    """A device whose power, load and clock the test sets."""
+    """Device with power, load and clock set by the test."""
 
     def __init__(self) -> None:
         self.now_s = self.busy_s = 0.0

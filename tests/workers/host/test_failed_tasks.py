@@ -1,4 +1,4 @@
-"""A worker one of whose tasks fails: its leases are released, and it lives again."""
+"""Worker with a failed task: its leases are released, and it starts again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_leases_of_a_failed_worker_are_released(
 
 
 class Failing:
-    """The worker of a process whose watch fails as often as a test says."""
+    """Worker of a process whose watch fails as often as a test says."""
 
     def __init__(self) -> None:
         self.num_to_fail = 0

@@ -1,4 +1,5 @@
-"""A worker that was taken for dead and comes back answers nothing that is another's by now."""
+"""Worker that was taken for dead and returns: it answers no request that another worker owns by
+now."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def _finish(b: Bench, engine_id: str = "r1:1") -> None:
 
 
 async def _elsewhere(b: Bench, epoch: int = 2) -> None:
-    """Another worker has the request."""
+    """Enter the request in the index as another worker's."""
     await b.index.start("r1", "other", epoch)
 
 
@@ -76,7 +77,7 @@ async def test_a_worker_that_stood_still_and_was_not_missed_ends_what_it_runs(
 async def test_a_cut_off_worker_asks_the_index_before_it_ends_anything(
     demo: ServedModel,
 ) -> None:
-    """The cancel was published while the worker could not hear it."""
+    """The cancel was published while the worker was cut off."""
     ended: list[Ended] = []
     async with bench(demo) as b:
         await b.peer.control.subscribe_ended(ended.append)

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache that go with streams, as workers tell of them."""
+"""KV blocks that move with streams, in a worker's reports."""
 
 from __future__ import annotations
 

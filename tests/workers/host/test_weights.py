@@ -1,4 +1,4 @@
-"""Workers of one model serve the same weights."""
+"""Weights of a model's workers: all must be the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker that was taken for dead, on a real nats-server: it answers nothing of another's."""
+"""Worker that was taken for dead, on a real nats-server: it answers no request of another
+worker."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def worker(
 
 
 async def _begin(scheduler: HandScheduler, worker: WorkerProcess) -> None:
-    """Requests that have begun and do not get on, as their engine is stopped."""
+    """Begin requests that make no progress, as their engine is stopped."""
     await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
     for name in _NAMES:
         await scheduler.dispatch(name, _NUM_TOKENS)
@@ -49,7 +50,7 @@ async def _begin(scheduler: HandScheduler, worker: WorkerProcess) -> None:
 
 
 def _told(scheduler: HandScheduler) -> set[str]:
-    """The requests that the worker said it has no more."""
+    """Return the requests that the worker reported as gone."""
     return {request_id for ended in scheduler.ended for request_id in ended.request_ids}
 
 

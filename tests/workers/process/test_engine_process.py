@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what crosses the sockets, and who outlives whom."""
+"""Engine in a process of its own: messages over the sockets, and ends of either process."""
 
 from __future__ import annotations
 

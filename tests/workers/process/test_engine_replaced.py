@@ -1,4 +1,4 @@
-"""The engine ends and another takes its place, under running requests; engines are scripted."""
+"""Replacement of an engine under running requests; the engines are scripted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GAUGES = {
 
 
 async def _kill(b: Bench) -> None:
-    """The engine ends; returns when the next one runs."""
+    """Kill the engine, and wait until the next one runs."""
     before = b.engine
     before.fail("exit code -9")
     await b.settle(1.0)
@@ -181,7 +181,7 @@ async def test_schedulers_hear_that_there_is_no_room_and_when_there_is(demo: Ser
 
 
 async def _keep(clock: ManualClock, engine: ScriptedEngine) -> tuple[EngineKeeper, list[float]]:
-    """A keeper whose every restart fails at once, and the times of the attempts."""
+    """Return a keeper whose every restart fails at once, and the times of the attempts."""
     attempts_s: list[float] = []
 
     async def restart() -> ScriptedEngine:

@@ -1,4 +1,4 @@
-"""Engines in processes of their own hand blocks to each other, and are killed meanwhile."""
+"""Engines in processes of their own that exchange blocks and are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Peer:
-    """A client with all that its process said."""
+    """Client with all reports of its engine's process."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -42,7 +42,7 @@ class Peer:
         client.on_outputs = lambda outputs, _: self.outputs.extend(outputs)
 
     async def ask(self, request_id: str, source: Peer | None = None) -> list[int]:
-        """The tokens of a request, for which another may have blocks."""
+        """Return the tokens of a request, for which another engine may have blocks."""
         self.add(request_id, source)
         return await self.answer(request_id)
 

@@ -131,7 +131,8 @@ async def test_kill_9_leaves_no_engine_behind(
 async def test_a_dead_engine_is_replaced_under_its_streams(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Twice; then its checkpoint is gone, no other can start, and the worker ends with an error."""
+    """The engine dies twice; then its checkpoint is gone, no other can start, and the worker ends
+    with an error."""
     formed = {
         "grammar": Grammar(kind=GrammarKind.REGEX, text="([a-z]{3} )+"),
         "frequency_penalty": 1.0,

@@ -1,4 +1,4 @@
-"""llama.cpp's server, started as somebody else would."""
+"""llama.cpp's server, started outside of an engine."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def test_first_free_slot_goes_to_the_waiting_request_of_highest_rank() -> 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), max_size=60))
 def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> None:
-    """Requests come, leave and are cancelled in any order."""
+    """Requests come, end and are cancelled in any order."""
 
     async def run() -> None:
         slots = SlotTable(3)

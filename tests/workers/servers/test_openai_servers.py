@@ -246,14 +246,14 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
 
 
 class _OtherTokenizer:
-    """Cuts texts otherwise than the model's."""
+    """Tokenizer that splits texts differently from the model's."""
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(character) % 300 for character in text]
 
 
 class _Refused(NamedTuple):
-    """The URL leads to another kind of server: the engine does not start, and says why."""
+    """Case of a server at the URL that the engine refuses at start, and the words of the error."""
 
     kind: EngineKind
     changes: dict[str, Any]

@@ -1,4 +1,4 @@
-"""However a worker ends, nothing of the server that it started is left."""
+"""End of a worker: none of its server's processes remains, however the worker ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own server behind the engine's promises; run by ``make test-engines``."""
+"""Engine on vLLM's own server, with the conformance suite; run by ``make test-engines``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _GRAMMARS = {
 
 
 def _checkpoint(folder: Path, **changes: Any) -> ServedModel:
-    """A tiny one with heads of a size that its kernels have."""
+    """Save a tiny checkpoint with heads of a size that vLLM's kernels have."""
     path = write_checkpoint(
         folder,
         **{
@@ -411,7 +411,7 @@ def _shortest(tokens: dict[str, list[int]], names: list[str]) -> int:
 
 
 def _server_pid(engine: ServerEngine) -> int:
-    """The process that the guardian watches."""
+    """Return the process that the guardian watches."""
     assert engine._process is not None
     assert engine._process._process is not None
     (server,) = psutil.Process(engine._process._process.pid).children()

@@ -1,4 +1,4 @@
-"""The batch that computes nothing: its times, its blocks, its order, and that everybody ends."""
+"""Simulated batch: its times, its blocks, its order, and the end of every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, as the worker sees it."""
+"""Simulated engine, as its worker sees it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_request_takes_the_time_of_its_steps(model: ServedModel) -> None
 
 
 async def test_a_group_shares_the_work_of_its_steps(model: ServedModel) -> None:
-    """Device time is told of one device; the worker counts the others."""
+    """Device time is reported for one device; the worker counts the others."""
     simulation = msgspec.structs.replace(_SIMULATION, collective_ms=1.0)
     config = msgspec.structs.replace(_CONFIG, tensor_parallel=4, simulation=simulation)
     async with _engine(model, config) as (engine, heard, clock):

@@ -1,4 +1,4 @@
-"""Answers of chats as a worker tells them: the same parts however their tokens come."""
+"""Chat answers of a worker: the same parts however their tokens come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer_of(tool_format: ToolFormat, form: AnswerForm = FORM) -> ChatAnswer:
 
 
 def told(answer: ChatAnswer, cuts: Sequence[int]) -> list[Delta]:
-    """Deltas of the tokens between the cuts."""
+    """Return the deltas of the tokens between the cuts."""
     return [
         Delta(index=start, token_ids=(0,) * (end - start), **answer.delta_fields(start, end))
         for start, end in pairwise(cuts)
@@ -47,7 +47,7 @@ def told(answer: ChatAnswer, cuts: Sequence[int]) -> list[Delta]:
 
 
 def pieces_of(text: str, lengths: Sequence[int]) -> list[str]:
-    """The text in pieces of these lengths, over and over; a piece may be empty."""
+    """Cut the text into pieces of these lengths, over and over; a piece may be empty."""
     pieces: list[str] = []
     at = number = 0
     while at < len(text):

@@ -18,7 +18,7 @@ class _NvmlError(Exception):
 
 
 class _Nvml:
-    """``missing`` is the call that fails."""
+    """Stand-in for the driver's library; ``missing`` is the call that fails."""
 
     NVMLError = _NvmlError
 

@@ -29,7 +29,7 @@ def numbers(joined: bytes) -> list[int]:
 
 
 class Told:
-    """A reporter, and what a scheduler that misses nothing believes."""
+    """Reporter, and the prefixes known to a scheduler that misses no report."""
 
     def __init__(self, clock: ManualClock, **settings: Any) -> None:
         self.clock = clock

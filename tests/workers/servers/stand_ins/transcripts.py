@@ -1,4 +1,4 @@
-"""A real HTTP server that plays recorded answers."""
+"""Real HTTP server that plays recorded answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Answer = Callable[[dict[str, Any]], "Played"]
 
 @dataclass
 class Played:
-    """An answer: a body, or ``events`` of a stream, which ``breaks`` off behind them or not.
-    ``text`` is a body that is no JSON."""
+    """Recorded answer: a body, or ``events`` of a stream, after which the connection ``breaks`` or
+    not. ``text`` is a body that is no JSON."""
 
     body: Any = None
     events: Sequence[Any] = ()
