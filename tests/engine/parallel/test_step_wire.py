@@ -1,4 +1,4 @@
-"""Wire format of messages from rank 0: the other ranks read what rank 0 wrote."""
+"""Format of messages from rank 0: the other ranks read what rank 0 wrote."""
 
 from __future__ import annotations
 

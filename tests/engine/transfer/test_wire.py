@@ -1,4 +1,4 @@
-"""Wire of transfers: malformed bytes of a peer are refused."""
+"""Frames of transfers: malformed bytes of a peer are refused."""
 
 from __future__ import annotations
 

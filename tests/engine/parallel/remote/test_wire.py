@@ -1,4 +1,4 @@
-"""Wire between hosts: malformed bytes are refused, and no host can keep another one waiting."""
+"""Frames between hosts: malformed bytes are refused, and no host can keep another one waiting."""
 
 from __future__ import annotations
 
