@@ -144,10 +144,10 @@ def test_one_replica_is_one_desired_worker(scaled: dict[str, Any]) -> None:
 
 
 def test_the_schedulers_are_told_the_same_bounds(scaled: dict[str, Any]) -> None:
-    said = re.findall(
+    variables = re.findall(
         r"^#   (MILLRACE_\w+)=(\S+)$", (FOLDER / "keda.yaml").read_text(), re.MULTILINE
     )
-    autoscale = load_config(None, dict(said)).scheduler.autoscale
+    autoscale = load_config(None, dict(variables)).scheduler.autoscale
     assert autoscale.min_workers == scaled["spec"]["minReplicaCount"]
     assert autoscale.max_workers == scaled["spec"]["maxReplicaCount"]
 

@@ -135,9 +135,9 @@ def test_what_the_operations_page_tells_is_what_prometheus_would(
 async def test_the_document_has_every_metric_with_its_meaning() -> None:
     known = await known_metrics()
     text = METRICS_PAGE.read_text()
-    said = re.findall(r"^\| `millrace_.+\|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `millrace_.+\|$", text, re.MULTILINE)
     wanted = [_line(one) for part in known.values() for one in part]
-    assert sorted(said) == sorted(wanted)
+    assert sorted(rows) == sorted(wanted)
 
 
 def _line(one: Known) -> str:

@@ -105,7 +105,7 @@ ARRIVALS = st.lists(
 CONFIGS = drawn_settings(_BLOCK_BYTES)
 
 
-class Told(NamedTuple):
+class ChoiceOutputs(NamedTuple):
     """Outputs of one choice of a request."""
 
     token_ids: list[int]
@@ -148,7 +148,9 @@ class World:
             setattr(memory, name, self.runner.after_all(getattr(memory, name)))
         self._arrivals = arrivals
         self._asker: dict[str, int] = {}
-        self.told: defaultdict[tuple[int, int], Told] = defaultdict(lambda: Told([], []))
+        self.told: defaultdict[tuple[int, int], ChoiceOutputs] = defaultdict(
+            lambda: ChoiceOutputs([], [])
+        )
         self.num_steps = 0
         self.num_preempted_unread = 0
         preempt = self.engine._planner._preempt

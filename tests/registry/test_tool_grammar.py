@@ -388,8 +388,8 @@ def test_the_demo_model_calls_a_tool() -> None:
     made = grammar(ToolFormat.HERMES, REQUIRED, WEATHER, NOW, parallel=False)
     engine = load_engine(demo().path)
     asked = ask("a", made, prompt=prompt, temperature=0.0, eos_token_ids=tokenizer.eos_token_ids)
-    told = run(engine, tokenizer, asked)
-    content, calls = read(ToolFormat.HERMES, told.text("a"))
-    assert told.reason("a") is FinishReason.STOP
+    answers = run(engine, tokenizer, asked)
+    content, calls = read(ToolFormat.HERMES, answers.text("a"))
+    assert answers.reason("a") is FinishReason.STOP
     assert (content, len(calls)) == ("", 1)
     check_arguments(calls)

@@ -144,8 +144,8 @@ FOREIGN = """\
 
 
 def test_the_format_is_as_the_template_shows_or_as_it_is_told() -> None:
-    def format_of(source: str, told: ToolFormat | None = None) -> ToolFormat:
-        return ChatTemplate(source, {}, tool_format=told).tool_format
+    def format_of(source: str, given: ToolFormat | None = None) -> ToolFormat:
+        return ChatTemplate(source, {}, tool_format=given).tool_format
 
     assert format_of(QWEN_LIKE) is ToolFormat.HERMES
     assert format_of(LLAMA_LIKE) is ToolFormat.LLAMA3
@@ -221,8 +221,8 @@ def test_tools_are_described_in_plain_text_where_the_template_knows_none() -> No
     template = ChatTemplate(STRICT, {})
     system, rest = template.render(CHAT, [WEATHER, NOW]).split("[user]", 1)
     assert system.startswith("[system]You have tools.")
-    told = [json.loads(line) for line in system.split("\n") if line.startswith('{"name": "')][:2]
-    assert [tool["name"] for tool in told] == ["weather", "now"]
+    given = [json.loads(line) for line in system.split("\n") if line.startswith('{"name": "')][:2]
+    assert [tool["name"] for tool in given] == ["weather", "now"]
     assert "<tool_call>" in system
     assert rest == (
         "How is it?[assistant]I look.\n"

@@ -198,21 +198,21 @@ def test_steps_without_adapters_are_those_of_an_engine_that_takes_none(
     save_adapter(tmp_path / "one", llama[1])
     engine = on_late_device(llama[0], max_adapters=1, max_num_sequences=4)
     runner = engine._runner
-    told: list[object] = []
+    outcomes: list[object] = []
     adapters = runner._adapted.adapters  # type: ignore[attr-defined]
     own = adapters.tell
 
     def tell(*step: Any) -> None:
-        told.append(step)
+        outcomes.append(step)
         own(*step)
 
     adapters.tell = tell
     engine.add(request("base", prompt(1, 9)))
     drain(engine)
-    assert not told
+    assert not outcomes
     engine.add(with_adapter(engine_adapter(tmp_path / "one"), request("r", prompt(1, 9))))
     drain(engine)
-    assert told
+    assert outcomes
 
 
 @pytest.fixture

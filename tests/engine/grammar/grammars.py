@@ -70,7 +70,7 @@ def ask(request_id: str, grammar: Grammar | None, **params: Any) -> EngineReques
     return request(request_id, settings.pop("prompt", PROMPT), **settings)
 
 
-class Told:
+class Answers:
     """Outputs of an engine, by request id and choice."""
 
     def __init__(self, outputs: list[EngineOutput], tokenizer: Tokenizer) -> None:
@@ -96,8 +96,8 @@ class Told:
         return self.ends[request_id, choice].error
 
 
-def run(engine: Engine, tokenizer: Tokenizer, *requests: EngineRequest) -> Told:
+def run(engine: Engine, tokenizer: Tokenizer, *requests: EngineRequest) -> Answers:
     """Run requests together to their ends."""
     for one in requests:
         engine.add(one)
-    return Told(drain(engine), tokenizer)
+    return Answers(drain(engine), tokenizer)

@@ -55,11 +55,11 @@ class World:
 
     def source(self, engine: Engine, num_tokens: int = 0, **endpoint: Any) -> KvSource:
         """Return ``engine`` as a KV source."""
-        told = engine.transfer_endpoint
-        assert told is not None
+        own = engine.transfer_endpoint
+        assert own is not None
         return KvSource(
             worker_id="peer",
-            endpoint=msgspec.structs.replace(told, **endpoint),
+            endpoint=msgspec.structs.replace(own, **endpoint),
             num_tokens=num_tokens,
         )
 

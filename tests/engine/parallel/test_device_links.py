@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 NUM_NUMBERS = 1 << 22
 NUM_STEPS = 7
 # Message of rank 0: a step, the rows of an earlier step (so many steps back), or None for the end.
-Told = Queue[tuple[str, int] | None]
+Messages = Queue[tuple[str, int] | None]
 
 
 def met(
@@ -36,7 +36,7 @@ def met(
     return [links[begin : begin + size] for begin in range(0, len(links), size)]
 
 
-def _lead(links: StageLinks, others: list[Told]) -> list[tuple[float, float]]:
+def _lead(links: StageLinks, others: list[Messages]) -> list[tuple[float, float]]:
     """Play rank 0: send steps, and return the results of each step and the rows of every other
     one."""
     hidden, result = torch.empty(NUM_NUMBERS), torch.empty(NUM_NUMBERS)
@@ -66,9 +66,9 @@ def _lead(links: StageLinks, others: list[Told]) -> list[tuple[float, float]]:
     return read
 
 
-def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
+def _follow(links: StageLinks, queue: Messages, *, is_last: bool) -> None:
     hidden, result = torch.empty(NUM_NUMBERS), torch.empty(NUM_NUMBERS)
-    while (message := told.get(timeout=60)) is not None:
+    while (message := queue.get(timeout=60)) is not None:
         what, step = message
         if what == "rows":
             if is_last:
@@ -87,13 +87,13 @@ def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
 def test_two_steps_at_a_time_go_through_all_stages(places: Places, num_stages: int) -> None:
     """No stage waits forever, although no stage takes a step for which it has no room yet."""
     [first], *others = met(places, num_stages)
-    told: list[Told] = [Queue() for _ in others]
+    queues: list[Messages] = [Queue() for _ in others]
     with ThreadPoolExecutor(num_stages) as pool:
         done = [
             pool.submit(_follow, links, queue, is_last=links is others[-1][0])
-            for [links], queue in zip(others, told, strict=True)
+            for [links], queue in zip(others, queues, strict=True)
         ]
-        read = pool.submit(_lead, first, told).result(60)
+        read = pool.submit(_lead, first, queues).result(60)
         for one in done:
             one.result(60)
     added = 0.25 * (num_stages - 1)

@@ -122,11 +122,11 @@ def test_columns_of_all_ranks_come_together_on_rank_0(group: list[Ranks]) -> Non
 
 
 def test_the_others_hear_what_rank_0_says(group: list[Ranks]) -> None:
-    said = [(b"first", memoryview(b" of two")), (b"second",)]
+    messages = [(b"first", memoryview(b" of two")), (b"second",)]
 
     def talk(ranks: Ranks) -> list[bytes]:
         heard = []
-        for parts in said:
+        for parts in messages:
             if ranks.rank == 0:
                 ranks.post(*parts)
             else:

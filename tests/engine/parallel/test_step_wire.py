@@ -127,6 +127,6 @@ def test_half_a_message_is_refused() -> None:
 def test_a_command_is_heard_as_it_was_told(
     number: int, blocks: list[int], kind: type[CheckBlocks | ScrubBlocks], behind: int
 ) -> None:
-    told = PartCommand(number, kind(blocks))
-    message = b"".join(encode_command(told)) + bytes(behind)
-    assert decode(memoryview(message), ADAPTERS.__getitem__) == told
+    command = PartCommand(number, kind(blocks))
+    message = b"".join(encode_command(command)) + bytes(behind)
+    assert decode(memoryview(message), ADAPTERS.__getitem__) == command

@@ -59,8 +59,8 @@ def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = 
         if not engine.has_work and not queued:
             return answers
         outputs = engine.step()
-        (told,) = Unpacker().feed(pack(Stepped(outputs, engine.stats())))
-        read = report_decoder.decode(told)
+        (message,) = Unpacker().feed(pack(Stepped(outputs, engine.stats())))
+        read = report_decoder.decode(message)
         assert isinstance(read, Stepped)
         assert len(read.outputs) == len(outputs), "the bus side cannot read it"
         for output in outputs:

@@ -181,9 +181,9 @@ def test_a_wrong_token_is_told_nothing(served: Served, way: str) -> None:
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("cut", [0, 1, 30, 59, 60, 61, 71, 72, 80, 91])
 def test_truncated_frame_ends_one_connection(served: Served, way: str, cut: int) -> None:
-    said = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
+    frames = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
     with served.connect(way) as sock:
-        sock.sendall(said[:cut])
+        sock.sendall(frames[:cut])
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):
             """What it says until it sees that there is no more to come."""

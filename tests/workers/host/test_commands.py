@@ -261,8 +261,8 @@ async def test_a_replay_and_the_next_flush_send_a_token_once(demo: ServedModel) 
         b.engine.emit("r1:1", [24], FinishReason.LENGTH)
         await b.ended()
         for deltas in (b.deltas(), [frame for frame in seen if isinstance(frame, Delta)]):
-            told = [one for delta in deltas for one in delta.token_ids]
-            assert told == [20, 21, 22, 23, 24]
+            sent = [one for delta in deltas for one in delta.token_ids]
+            assert sent == [20, 21, 22, 23, 24]
 
 
 async def test_replay_of_a_finished_request_until_it_is_forgotten(demo: ServedModel) -> None:

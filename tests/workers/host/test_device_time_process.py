@@ -60,9 +60,9 @@ async def test_records_and_notices_add_up_to_the_samples(
         stored = await _everything(scheduler)
         records = {one.request_id: one for one in stored if isinstance(one, RequestRecord)}
         samples = [one for one in stored if isinstance(one, WorkerSample)]
-        told = [served for notice in scheduler.ended for served in notice.served]
-        elsewhere_us = sum(one.device_us for one in told if one.request_id not in records)
-        for served in told:
+        notices = [served for notice in scheduler.ended for served in notice.served]
+        elsewhere_us = sum(one.device_us for one in notices if one.request_id not in records)
+        for served in notices:
             if served.request_id in records:
                 assert served.device_us == records[served.request_id].device_us
         assert {"cancelled", "done"} <= {record.status.value for record in records.values()}

@@ -110,11 +110,11 @@ async def test_a_stop_string_ends_the_sequence_and_cuts_the_text(demo: ServedMod
         assert b.text() == "one two "
         assert isinstance(done, Done)
         assert done.finish_reason is FinishReason.STOP
-        told = [token for delta in b.deltas() for token in delta.token_ids]
-        assert told == tokens[: len(told)]
-        assert "END" in demo.tokenizer.decode(told)
+        sent = [token for delta in b.deltas() for token in delta.token_ids]
+        assert sent == tokens[: len(sent)]
+        assert "END" in demo.tokenizer.decode(sent)
         (record,) = await b.records()
-        assert record.completion_tokens == done.num_tokens == len(told)
+        assert record.completion_tokens == done.num_tokens == len(sent)
 
 
 async def test_length_flushes_what_was_held_back(demo: ServedModel) -> None:

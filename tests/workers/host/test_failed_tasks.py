@@ -61,19 +61,19 @@ class Failing:
 async def failing(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Failing]:
-    told = Failing()
+    made = Failing()
     expire_late = Requests.expire_late
 
     def expire(requests: Requests) -> None:
-        if told.num_to_fail:
-            told.num_to_fail -= 1
+        if made.num_to_fail:
+            made.num_to_fail -= 1
             raise RuntimeError("unforeseen")
         expire_late(requests)
 
     monkeypatch.setattr(Requests, "expire_late", expire)
     bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
-    await bus.workers.watch(told.statuses.append)
-    yield told
+    await bus.workers.watch(made.statuses.append)
+    yield made
     await bus.close()
 
 

@@ -77,11 +77,11 @@ async def test_no_words_are_anywhere_else(
         stored = await _stored(b)
         assert len(stored) > 2, "a record, and samples"
         assert not _transcripts(stored)
-        told = [payload for subject, payload in left if not subject.startswith(f"tok.{GATEWAY}")]
-        assert told
+        others = [payload for subject, payload in left if not subject.startswith(f"tok.{GATEWAY}")]
+        assert others
         frames = [payload for subject, payload in left if subject.startswith(f"tok.{GATEWAY}")]
         for word in (*_PROMPT.split(), *_ANSWER.split()):
-            assert not any(word.encode() in payload for payload in (*stored, *told))
+            assert not any(word.encode() in payload for payload in (*stored, *others))
             assert word not in caplog.text
         assert any(_ANSWER.split()[0].encode() in payload for payload in frames)
 

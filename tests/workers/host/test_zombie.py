@@ -49,7 +49,7 @@ async def _begin(scheduler: HandScheduler, worker: WorkerProcess) -> None:
     worker.engine().suspend()
 
 
-def _told(scheduler: HandScheduler) -> set[str]:
+def _ended_ids(scheduler: HandScheduler) -> set[str]:
     """Return the requests that the worker reported as gone."""
     return {request_id for ended in scheduler.ended for request_id in ended.request_ids}
 
@@ -86,7 +86,7 @@ async def test_a_stopped_worker_wakes_up_to_the_last_tokens_and_the_news_at_once
             )
         await eventually(lambda: time.monotonic() - stopped_s > _STOPPED_S)
         os.kill(worker.popen.pid, signal.SIGCONT)
-        await eventually(lambda: _told(scheduler) == set(_NAMES))
+        await eventually(lambda: _ended_ids(scheduler) == set(_NAMES))
         assert await _num_leased(scheduler) == len(_NAMES), "the jobs are the new runs' to end"
         assert not await scheduler.records()
         assert all(served.completion_tokens for e in scheduler.ended for served in e.served)
@@ -107,7 +107,7 @@ async def test_a_worker_that_was_cut_off_learns_from_the_index_what_it_was_not_t
                 await index.start(name, "another", 2)
             nats_server.start()
             worker.engine().resume()
-            await eventually(lambda: _told(scheduler) == set(_NAMES), 20.0, "the ends")
+            await eventually(lambda: _ended_ids(scheduler) == set(_NAMES), 20.0, "the ends")
             records = await scheduler.records()
             assert sorted(record.request_id for record in records) == _NAMES[2:]
             assert await _num_leased(scheduler) == 2

@@ -164,11 +164,11 @@ def test_features_are_what_comes_into_layers_and_change_no_bit(
     hidden = decoder(3).forward(batch)
     same, features = decoder(3).forward_with_features(batch, None, (2, 0, 3, 1))
     assert torch.equal(same, hidden)
-    for told, layer in zip(features.chunk(4, 1), (2, 0, 3, 1), strict=True):
+    for feature, layer in zip(features.chunk(4, 1), (2, 0, 3, 1), strict=True):
         expected = side.weights.embedding[batch.token_ids]
         if layer:
             expected = decoder(layer).forward(batch)
-        assert torch.equal(told, expected)
+        assert torch.equal(feature, expected)
 
 
 @pytest.mark.parametrize("name", ["single tokens", "both"])

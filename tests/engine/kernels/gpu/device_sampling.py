@@ -77,9 +77,9 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row]]:
     spread = draw(st.sampled_from([0.01, 1.0, 4.0]))
     logits = torch.randn(num_rows, vocab_size, generator=generator) * spread
     logits = logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    said = torch.randint(vocab_size, (num_rows, 16), generator=generator).tolist()
+    outputs = torch.randint(vocab_size, (num_rows, 16), generator=generator).tolist()
     rows = []
-    for tokens in said:
+    for tokens in outputs:
         half = draw(st.integers(0, 8))
         options = draw(parameters())
         seed = draw(st.integers(0, 99))

@@ -84,16 +84,16 @@ def ends(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[End, En
 def test_messages_and_packets_go_both_ways(ends: tuple[End, End]) -> None:
     lead, stage = ends
     for number in range(5):
-        said = bytes([number]) * number
-        lead.writers[0].write(number, said)
+        message = bytes([number]) * number
+        lead.writers[0].write(number, message)
         stage.reader.wait_written(number, bound=True)
-        assert bytes(stage.reader.part(number)) == said
+        assert bytes(stage.reader.part(number)) == message
         stage.reader.done(number)
         for index, writer in enumerate(stage.writers):
-            writer.write(number, said, bytes([index]))
+            writer.write(number, message, bytes([index]))
         lead.reader.wait_written(number, bound=True)
         parts = [bytes(lead.reader.part(number, index)) for index in range(2)]
-        assert parts == [said + b"\x00", said + b"\x01"]
+        assert parts == [message + b"\x00", message + b"\x01"]
         lead.reader.done(number)
     for sender, receiver in ((lead, stage), (stage, lead)):
         sender.rank.send(b"packet")
