@@ -324,7 +324,7 @@ def test_an_answer_s_own_form_where_no_tool_is_called() -> None:
     [
         (Grammar(kind=GrammarKind.REGEX, text="a+"), "tools", "regex grammar is not allowed with"),
         (Grammar(kind=GrammarKind.EBNF, text='start: "a"'), "tools", "ebnf grammar is not"),
-        (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "response_format", "is no JSON"),
+        (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "response_format", "is not JSON"),
         (
             Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"x-guidance": 5}'),
             "response_format",
@@ -359,7 +359,7 @@ def test_properties_beyond_the_schema(
     ("tools", "choice", "param", "words"),
     [
         ([], REQUIRED, "tool_choice", "needs tools to choose from"),
-        ([NOW], ToolChoice(mode=ToolMode.NAMED, name="f"), "tool_choice", "none of the tools"),
+        ([NOW], ToolChoice(mode=ToolMode.NAMED, name="f"), "tool_choice", "not one of the tools"),
         (
             [ToolDefinition(name="f", parameters={"type": "string"})],
             REQUIRED,

@@ -190,7 +190,7 @@ def test_empty_pull_ahead_ends_at_once_and_one_from_a_lost_peer_soon(world: Worl
 
 
 def test_cache_that_cannot_be_mapped_is_read_through_host_memory(world: World) -> None:
-    """The cache of a GPU is one that a peer cannot map."""
+    """The cache of a GPU, for example, cannot be mapped by a peer."""
     peer, engine = world.start(lends_cache=False), world.start()
     assert peer._runner.cache.pages is None
     expected = ask(peer)

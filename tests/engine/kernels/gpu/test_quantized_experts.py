@@ -94,7 +94,7 @@ def test_crowded_and_empty_experts(kind: Kind, chosen: list[list[int]], fixed: b
 
 
 def test_a_stack_keeps_what_any_expert_has() -> None:
-    """Some experts have zeros, and only some hold their scales in 16 bits."""
+    """Zeros belong to some experts only, and so do scales in 16 bits."""
     plain = drawn_weight(KINDS[0], 21, 256, 128)
     plain.scales.fill_(0.5)
     zeroed = drawn_weight(KINDS[1], 21, 256, 128)
