@@ -1,4 +1,4 @@
-"""The benchmark of the saved queries runs from end to end; what it measures then says nothing."""
+"""The benchmark of the saved queries runs from end to end; its figures here mean nothing."""
 
 from __future__ import annotations
 

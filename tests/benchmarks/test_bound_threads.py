@@ -1,4 +1,4 @@
-"""Which starts count as slow."""
+"""Threshold above which a start counts as slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of ``benchmarks.chaos``: one of each kind of event."""
+"""A short run of ``benchmarks.chaos``, with one event of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every documented command of a benchmark names a part that there is, with options that it has."""
+"""Documented commands of benchmarks: their modules exist and have these options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAGES = ("README.md", "benchmarks/README.md", *(f"docs/{p.name}" for p in _ROOT
 
 
 def parts_of(subject: str) -> dict[str, Callable[..., object]]:
-    """Import what runs each part of a subject."""
+    """Import the function that runs each part of a subject."""
     parts: dict[str, str] = import_module(f"benchmarks.{subject}.__main__").PARTS
     places = {part: place.partition(":") for part, place in parts.items()}
     return {

@@ -1,4 +1,4 @@
-"""Loads, ideals, busy shares and reports of the benchmark of GPUs."""
+"""Report of the GPU benchmark: loads, ideals, busy shares and goals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sizes_of_the_models(tmp_path: Path) -> None:
 
 
 def test_the_ideal_of_two_requests(tmp_path: Path) -> None:
-    """Step by step: one has three tokens to make, the other one."""
+    """The first request has three tokens to make, the second has one."""
     model = write_config(tmp_path, QWEN_06B, tiny=True)
     ceilings = Ceilings(bytes_per_s=1e9, flops=1e9)
     best = ideal(model, [Prompted((1,) * 5, 3), Prompted((1,) * 7, 1)], ceilings)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow(reason="runs benchmarks of GPU kernels in Triton's
 
 
 def run(*arguments: str) -> str:
-    """What a module of the benchmark prints; it must end well."""
+    """Run a benchmark module and return its output; the run must succeed."""
     finished = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What a system at rest takes, process by process."""
+"""Resources of an idle system, by process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from benchmarks.system.idle import idle_of
         ((), "ended"),
     ],
 )
-def test_what_a_process_is_by_its_command_line(command: tuple[str, ...], role: str) -> None:
+def test_role_of_a_process_follows_from_its_command_line(
+    command: tuple[str, ...], role: str
+) -> None:
     assert role_of(command) == role
 
 

@@ -48,7 +48,7 @@ def test_a_step_of_one_by_hand() -> None:
     assert step.tpot_ms == pytest.approx(step.weights_ms + step.kv_ms + step.exchange_ms)
 
 
-def test_what_is_gathered_by_hand() -> None:
+def test_gather_times_of_a_head_by_hand() -> None:
     gather = head_gather(Group(LLAMA_70B, 4, 1), 256, 1_024)
     ring_us = 6.6 + 3 * 0.6
     assert gather.logits_us == pytest.approx(ring_us + 0.75 * 2 * 256 * 128_256 / 450e9 * 1e6)
@@ -66,7 +66,8 @@ def test_many_rows_are_bound_by_products() -> None:
 
 
 def test_stages_are_one_behind_the_other() -> None:
-    """Each has half the layers, and the last the head, for which the first waits."""
+    """Two stages have half the layers each; the last also has the head, for which the first
+    waits."""
     whole, halves = Group(LLAMA_405B, 8, 1), Group(LLAMA_405B, 8, 2)
     one, parts = step_of(whole, 1, 1_024), step_of(halves, 1, 1_024)
     assert parts.weights_ms == pytest.approx(one.weights_ms)

@@ -1,4 +1,4 @@
-"""Loads are the same for all who are measured, and what they say they are."""
+"""Loads of the benchmarks: equal for all systems, and as described."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_no_run_of_a_load_finds_prompts_of_another(load: Load) -> None:
     assert load.num_requests % load.streams == 0
 
 
-def test_what_is_measured_later_has_prompts_of_its_own() -> None:
-    """So that one server can be measured again and again."""
+def test_later_measurements_have_prompts_of_their_own() -> None:
+    """The prompts differ, so that one server can be measured again and again."""
     load, sent = LOADS[0], list[Prompt]()
 
     def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:

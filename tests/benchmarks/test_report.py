@@ -1,4 +1,4 @@
-"""What the comparison prints and keeps."""
+"""Printed and stored figures of the comparison."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The benchmarks of the scheduler run from end to end, on real servers or in virtual time; what
-they measure then says nothing."""
+"""The benchmarks of the scheduler run from end to end, on real servers or in virtual time; their
+figures here mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker that computes nothing: it answers as a fleet does, at its pace."""
+"""Simulated worker: it answers as a fleet does, at its pace, without computing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLY = "reader"
 
 
 class Running:
-    """A worker at work, and the frames that have come of each request."""
+    """Running worker, and the frames of each request."""
 
     def __init__(self) -> None:
         broker = MemoryBroker()
@@ -95,7 +95,7 @@ async def test_missed_tokens_are_sent_again() -> None:
         assert answer is not None
         assert answer.ok
         await eventually(lambda: len(again) >= 2)
-        unknown = Replay(request_id="nobody", from_index=0, reply="other")
+        unknown = Replay(request_id="unknown", from_index=0, reply="other")
         answer = await made.bus.control.command(WORKER_ID, unknown, 1.0)
         assert answer is not None
         assert answer.reason == "unknown_request"

@@ -86,7 +86,9 @@ def _answer(**changes: Any) -> dict[str, Any]:
         ({}, {"error": {"code": "internal_error", "message": "why"}}, "failed"),
     ],
 )
-def test_what_is_wrong_is_said(fields: dict[str, Any], answer: dict[str, Any], said: str) -> None:
+def test_findings_name_what_is_wrong(
+    fields: dict[str, Any], answer: dict[str, Any], said: str
+) -> None:
     found = list(problems([Expected(_fields(**fields))], [_answer(**answer)]))
     assert bool(found) == bool(said)
     assert said in "".join(found)

@@ -1,4 +1,4 @@
-"""What a token costs by process."""
+"""Cost of a token, by process."""
 
 from __future__ import annotations
 

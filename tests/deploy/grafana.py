@@ -1,4 +1,4 @@
-"""The boards as Grafana would ask for them."""
+"""Grafana's boards and their queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_board(file: Path) -> dict[str, Any]:
 
 
 def targets(kind: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """What panels ask a kind of data source for: a name to tell them by, panel, target."""
+    """Yield each query of panels to a kind of data source: a unique name, the panel, the target."""
     for file in BOARDS:
         for panel in read_board(file)["panels"]:
             for target in panel.get("targets", ()):
@@ -32,8 +32,8 @@ def targets(kind: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 def interpolated(
     sql: str, from_s: int, to_s: int, *, tenant: str = "", model: str = "", step_s: int = 60
 ) -> str:
-    """As Grafana and its plugin put the variables of a board into SQL. AssertionError for what they
-    would leave as it is."""
+    """Return SQL with a board's variables replaced as by Grafana and its plugin. Raise
+    AssertionError for variables that they would leave as they are."""
     values = {
         "${__from:date:seconds}": str(from_s),
         "${__to:date:seconds}": str(to_s),

@@ -1,4 +1,4 @@
-"""Every metric that a part of Millrace tells, from the collectors themselves."""
+"""Metrics of every part of Millrace, from the collectors themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUFFIXES = {
 
 
 class Known(NamedTuple):
-    """A family as Prometheus names it: counters have their suffix."""
+    """Metric family under its name in Prometheus: counters have their suffix."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 async def known_metrics() -> Mapping[str, list[Known]]:
-    """By part, in order; the last are those of every process."""
+    """Return known metrics by part, in order; metrics of every process come last."""
     parts = await registries()
     common = parts.pop("every part")
     shared = {one.name: one for one in _families(common) if one.name.startswith("millrace_")}
@@ -56,7 +56,7 @@ async def known_metrics() -> Mapping[str, list[Known]]:
 
 
 async def registries() -> dict[str, CollectorRegistry]:
-    """What each part of ``PARTS`` registers."""
+    """Return the metrics registry of each part of ``PARTS``, and of every part."""
     return {
         "gateway": _gateway(),
         "scheduler": await _scheduler(),

@@ -1,4 +1,4 @@
-"""As much of PromQL as tells which metrics, labels and functions an expression names."""
+"""Parser of the part of PromQL that tells an expression's metrics, labels and functions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Named(NamedTuple):
 
 
 class SyntaxProblemError(Exception):
-    """What is wrong with an expression."""
+    """Syntax error of an expression."""
 
 
 def named_in(expression: str) -> Named:
-    """What an expression names. Raises SyntaxProblemError."""
+    """Return the metrics, labels and functions that an expression names. Raise SyntaxProblemError
+    for a malformed expression."""
     metrics: set[str] = set()
     labels: set[str] = set()
     open_brackets: list[tuple[str, bool]] = []

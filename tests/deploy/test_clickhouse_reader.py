@@ -1,4 +1,4 @@
-"""The user of the boards in docker compose: what ClickHouse's own engine lets it do."""
+"""ClickHouse user of the boards in docker compose: its rights in ClickHouse's own engine."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_the_reader_reaches_nothing_but_its_tables(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    said = json.loads(ended.stdout)
+    rows = json.loads(ended.stdout)
     assert len(sources) > 15
     for sql in sources:
-        assert "ACCESS_DENIED" in said[sql], sql
+        assert "ACCESS_DENIED" in rows[sql], sql
     for sql in changes:
         refused = ("READONLY", "ACCESS_DENIED", "QUERY_IS_PROHIBITED", "SETTING_CONSTRAINT")
-        assert any(code in said[sql] for code in refused), (sql, said[sql])
-    assert [said[sql] for sql in limits] == ["done", "done"]
+        assert any(code in rows[sql] for code in refused), (sql, rows[sql])
+    assert [rows[sql] for sql in limits] == ["done", "done"]

@@ -1,4 +1,4 @@
-"""docker-compose.yml cannot be started here; what can be checked without an engine is."""
+"""Checks of docker-compose.yml that need no container engine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_our_settings_are_ones_that_the_parts_know(compose: dict[str, Any]) -> N
 
 
 def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
-    """The image has no extras: each part must start without what only they bring."""
+    """The image has no extras: every part must start without their packages."""
     modules = [
         f"{service['command'][0]}.__main__"
         for service in compose["services"].values()
@@ -215,7 +215,7 @@ def test_the_image_holds_every_package() -> None:
 
 
 def test_the_worker_can_be_scaled() -> None:
-    """No two may share a name, a port of the machine or a volume."""
+    """Replicas must not share a name, a port of the machine or a volume."""
     worker = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["worker"]
     assert not worker.keys() & {"container_name", "ports", "volumes"}
     assert "MILLRACE_WORKER__NAME" not in worker["environment"]

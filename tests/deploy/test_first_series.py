@@ -101,7 +101,7 @@ CLOSED: dict[tuple[str, tuple[str, ...]], set[tuple[str, ...]]] = {
 
 @pytest.fixture
 async def fresh(demo: ServedModel) -> AsyncIterator[list[CollectorRegistry]]:  # noqa: F811
-    """The registries of a process of each kind that has just begun."""
+    """Yield the registries of a fresh process of each kind."""
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     cards = {"m": ModelCard(id="m", created=0, max_model_len=None)}
@@ -134,7 +134,8 @@ def _alone(collector: Any) -> CollectorRegistry:
 
 
 def labelled(registries: Iterable[CollectorRegistry]) -> dict[str, tuple[tuple[str, ...], Metric]]:
-    """The counters and histograms of ours that have labels: these, and what a scrape shows."""
+    """Return our counters and histograms that have labels, as collectors and as families of a
+    scrape."""
     found = {}
     for registry in registries:
         for collector in list(registry._collector_to_names):
@@ -148,7 +149,7 @@ def labelled(registries: Iterable[CollectorRegistry]) -> dict[str, tuple[tuple[s
 
 
 def closed_groups(name: str, labels: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The labels of a metric whose values are fixed."""
+    """Return the labels of a metric whose values are fixed."""
     groups = [group for metric, group in CLOSED if metric == name]
     left = set(labels) - {label for group in groups for label in group} - OPEN.keys()
     if name not in _WITHOUT_FIRST:
@@ -196,7 +197,7 @@ def test_the_document_lists_the_open_labels() -> None:
 
 
 async def test_our_own_faults_are_counted_from_the_start() -> None:
-    """Each status from 500 on that an error of ours has."""
+    """Every status from 500 on that an error of ours has is counted from the start."""
 
     def kinds(of: type[MillraceError]) -> Iterable[type[MillraceError]]:
         yield of
@@ -213,8 +214,8 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
 
 
-async def test_what_rules_ask_for_is_there_at_first(fresh: list[CollectorRegistry]) -> None:
-    """Each series that a rule takes the increase of."""
+async def test_series_of_rules_exist_at_first(fresh: list[CollectorRegistry]) -> None:
+    """Every series whose increase a rule computes exists at first."""
     there = [
         (sample.name, sample.labels)
         for registry in fresh

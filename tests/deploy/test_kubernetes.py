@@ -1,4 +1,4 @@
-"""The manifests cannot be applied here; what they say of us is held to what we do."""
+"""Kubernetes manifests, compared with the settings and metrics of the parts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _manifest(name: str) -> dict[str, Any]:
 
 
 def _group_manifests(name: str = "worker-group.yaml") -> tuple[dict[str, Any], dict[str, Any]]:
-    """What runs a group of devices, and what scales it."""
+    """Read the manifests of a device group and of its scaler."""
     worker, scaled = yaml.safe_load_all((FOLDER / name).read_text())
     return worker, scaled
 
 
 @pytest.fixture(scope="module", params=[None, "worker-group.yaml", "worker-stages.yaml"], ids=str)
 def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of workers with one device, of groups in a pod, and of groups of pods."""
+    """Return the manifests of single-device workers, of groups in a pod, and of groups of pods."""
     if request.param is not None:
         return _group_manifests(request.param)
     return _manifest("worker.yaml"), _manifest("keda.yaml")
@@ -55,7 +55,7 @@ def scaled(manifests: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _template(worker: dict[str, Any], name: str = "leaderTemplate") -> dict[str, Any]:
-    """Of the worker's pod, or of another one of its group."""
+    """Return the template of the worker's pod, or of another pod of its group."""
     spec = worker["spec"]
     template = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"][name]
     assert isinstance(template, dict)
@@ -73,7 +73,7 @@ def _env(worker: dict[str, Any]) -> dict[str, str]:
 
 
 def _pods(tree: Any) -> list[dict[str, Any]]:
-    """The specification of every pod in a manifest."""
+    """Return the specification of every pod in a manifest."""
     if isinstance(tree, list):
         return [pod for one in tree for pod in _pods(one)]
     if not isinstance(tree, dict):
@@ -89,14 +89,14 @@ def test_no_pod_gets_the_variables_of_services(file: Path) -> None:
 
 
 def _settings(worker: dict[str, Any]) -> Config:
-    """Files have in them what they are named by."""
+    """Return the settings of the manifest; a mounted file contains its own name."""
     return load_config(
         None, {name.removesuffix("_FILE"): value for name, value in _env(worker).items()}
     )
 
 
 async def _metrics(model: str) -> str:
-    """Of a gateway that has heard of the model's queue."""
+    """Return the metrics of a gateway that knows the model's queue."""
     async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
         status = QueueStatus(
             model=model,
@@ -123,7 +123,7 @@ async def test_the_query_and_the_document_name_what_gateways_tell(scaled: dict[s
         assert re.search(rf"^{name}\{{{pattern}\}} ", told, re.MULTILINE), name
 
 
-def test_what_is_scaled_is_the_worker_of_that_model(
+def test_scaler_targets_the_worker_of_its_model(
     worker: dict[str, Any], scaled: dict[str, Any]
 ) -> None:
     assert scaled["spec"]["scaleTargetRef"]["name"] == worker["metadata"]["name"]
@@ -131,11 +131,11 @@ def test_what_is_scaled_is_the_worker_of_that_model(
     model = _settings(worker).worker.model
     assert f'model="{model}"' in trigger["metadata"]["query"]
     assert worker["metadata"]["labels"]["millrace/model"] == model
-    # Whoever applies the manifests again must not undo what KEDA has done.
+    # Another application of the manifests must not undo KEDA's scaling.
     assert "replicas" not in worker["spec"]
 
 
-def test_one_replica_is_one_worker_that_is_wanted(scaled: dict[str, Any]) -> None:
+def test_one_replica_is_one_desired_worker(scaled: dict[str, Any]) -> None:
     [trigger] = scaled["spec"]["triggers"]
     assert trigger["metricType"] == "AverageValue"
     assert trigger["metadata"]["threshold"] == "1"
@@ -144,10 +144,10 @@ def test_one_replica_is_one_worker_that_is_wanted(scaled: dict[str, Any]) -> Non
 
 
 def test_the_schedulers_are_told_the_same_bounds(scaled: dict[str, Any]) -> None:
-    said = re.findall(
+    variables = re.findall(
         r"^#   (MILLRACE_\w+)=(\S+)$", (FOLDER / "keda.yaml").read_text(), re.MULTILINE
     )
-    autoscale = load_config(None, dict(said)).scheduler.autoscale
+    autoscale = load_config(None, dict(variables)).scheduler.autoscale
     assert autoscale.min_workers == scaled["spec"]["minReplicaCount"]
     assert autoscale.max_workers == scaled["spec"]["maxReplicaCount"]
 
@@ -163,7 +163,7 @@ def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(worker: dict[str, 
     ("name", "model"), [("worker-group.yaml", "large"), ("worker-stages.yaml", "huge")]
 )
 def test_groups_are_scaled_as_single_devices_are(name: str, model: str) -> None:
-    """But for which model it is, and what is scaled."""
+    """The scaler of a group equals that of single devices, except for model and target."""
     worker, group = _group_manifests(name)
     target = group["spec"]["scaleTargetRef"]
     assert target.get("kind", "Deployment") == worker["kind"]
@@ -174,7 +174,8 @@ def test_groups_are_scaled_as_single_devices_are(name: str, model: str) -> None:
 
 
 def test_a_group_of_pods_has_one_for_each_stage() -> None:
-    """Which joins the worker where that one waits, knows what it has to, and outlasts its drain."""
+    """Every other pod of the group joins the worker at its address, has the settings that it needs,
+    and outlasts the worker's drain."""
     worker, _ = _group_manifests("worker-stages.yaml")
     group = worker["spec"]["leaderWorkerTemplate"]
     settings = _settings(worker).worker
@@ -196,7 +197,7 @@ def test_a_group_of_pods_has_one_for_each_stage() -> None:
     mounted = {mount["name"]: mount["mountPath"] for mount in first["volumeMounts"]}
     assert mounted.keys() == {volume["name"] for volume in template["spec"]["volumes"]}
     assert arguments.token_file.parent == Path(mounted["token"])
-    # Nobody is ready before the stages are there.
+    # The worker is not ready before its stages have joined.
     assert worker["spec"]["startupPolicy"] == "LeaderCreated"
     waits, seconds = other["lifecycle"]["preStop"]["exec"]["command"]
     assert waits == "sleep"
@@ -214,7 +215,7 @@ def test_the_ranks_of_a_group_have_shared_memory() -> None:
 
 def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:
     grace_s = _template(worker)["spec"]["terminationGracePeriodSeconds"]
-    # Giving back what is left and saying goodbye are a second each.
+    # The return of unfinished jobs takes a second, and so does the farewell.
     assert grace_s >= _settings(worker).worker.drain_timeout_s + 5
 
 

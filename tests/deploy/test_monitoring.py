@@ -1,4 +1,4 @@
-"""Alerts, boards, their document and what scrapes name what the parts really tell."""
+"""Alerts, boards, their document and scrape settings name existing metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _expressions() -> Iterator[tuple[str, str]]:
-    """Of rules and of panels, with what has them."""
+    """Yield the expressions of rules and panels, each with its owner's name."""
     for rule in _rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
     for name, _, target in targets("prometheus"):
@@ -95,7 +95,7 @@ def test_what_is_no_expression_is_told_apart(broken: str) -> None:
         named_in(broken)
 
 
-def test_alerts_say_whom_they_are_for_and_what_to_do(rules: list[dict[str, Any]]) -> None:
+def test_alerts_name_their_receiver_and_the_remedy(rules: list[dict[str, Any]]) -> None:
     alerts = [rule for rule in rules if "alert" in rule]
     names = [rule["alert"] for rule in alerts]
     assert len(set(names)) == len(names) > 20
@@ -113,7 +113,7 @@ def test_alerts_say_whom_they_are_for_and_what_to_do(rules: list[dict[str, Any]]
 def test_what_the_operations_page_tells_is_what_prometheus_would(
     rules: list[dict[str, Any]],
 ) -> None:
-    """Names, times, bounds and severities, and the words of the document."""
+    """The names, times, bounds, severities and words are those of the document."""
     units = {"s": 1.0, "m": 60.0}
     alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
     text = DOCUMENT.read_text()
@@ -135,9 +135,9 @@ def test_what_the_operations_page_tells_is_what_prometheus_would(
 async def test_the_document_has_every_metric_with_its_meaning() -> None:
     known = await known_metrics()
     text = METRICS_PAGE.read_text()
-    said = re.findall(r"^\| `millrace_.+\|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `millrace_.+\|$", text, re.MULTILINE)
     wanted = [_line(one) for part in known.values() for one in part]
-    assert sorted(said) == sorted(wanted)
+    assert sorted(rows) == sorted(wanted)
 
 
 def _line(one: Known) -> str:
@@ -198,7 +198,7 @@ def test_compose_provisions_what_the_boards_need() -> None:
     assert grafana["environment"][name] == services["clickhouse"]["environment"][name]
 
 
-async def test_who_draws_boards_reads_all_but_transcripts() -> None:
+async def test_user_of_boards_reads_all_tables_but_transcripts() -> None:
     text = (ROOT / "deploy" / "clickhouse" / "reader.xml").read_text()
     granted = set(re.findall(r"GRANT SELECT ON millrace\.(\w+)<", text))
     assert text.count("GRANT") == len(granted)

@@ -1,4 +1,4 @@
-"""What is installed owns one name, and nothing in the folder of who starts it gets in its way."""
+"""Installed package: it owns one name, and files in the working directory do not shadow it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ with LLM(sys.argv[2], device="cpu", dtype="bfloat16", num_threads=1) as llm:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contents of the wheel, as pip puts them beside other distributions."""
+    """Return a folder with the contents of the wheel, as pip installs them beside other
+    distributions."""
     source = tmp_path_factory.mktemp("source")
     for name in (*PACKAGES, "millrace"):
         unwanted = shutil.ignore_patterns("__pycache__")
@@ -82,7 +83,9 @@ def test_the_engine_is_a_library(installed: Path, tmp_path: Path) -> None:
     assert 0 < int(done.stdout) <= 6
 
 
-def test_it_serves_in_a_folder_full_of_namesakes(installed: Path, tmp_path: Path) -> None:
+def test_installed_package_serves_in_a_folder_full_of_namesakes(
+    installed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     for name in _NAMESAKES:

@@ -1,4 +1,4 @@
-"""``docs/security.md``, read: its statements, and how long it says that things are kept."""
+"""Reader of ``docs/security.md``: its statements, and its retention times."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _UNITS_S = {"second": 1.0, "minute": 60.0, "hour": 3_600.0, "day": 86_400.0}
 
 
 def statements() -> list[str]:
-    """The items of all lists, each on one line."""
+    """Return the items of all lists, each on one line."""
     items = re.findall(r"^- (.+?)(?=^- |^\n|^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)
     return [" ".join(item.split()) for item in items]
 
 
 def references(statement: str) -> list[tuple[str, str]]:
-    """The tests that a statement names: file and function."""
+    """Return the tests that a statement names: file and function."""
     return re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", statement)
 
 
 def kept_s() -> dict[tuple[str, str], float]:
-    """How long things are kept, by what says so: a (kind, name), of a ``setting``, a ``stream`` or
+    """Return retention times in seconds by source: a (kind, name) of a ``setting``, a ``stream`` or
     a ``table``."""
     section = TEXT.split(f"\n## {KEPT_HEADING}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]

@@ -1,4 +1,4 @@
-"""docs/agents.md has what the tests with real clients run."""
+"""``docs/agents.md`` has the examples that the tests with real clients run."""
 
 from __future__ import annotations
 

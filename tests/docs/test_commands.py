@@ -1,4 +1,4 @@
-"""Every ``millrace`` command that a document shows is one that can be typed."""
+"""Commands in documents: every ``millrace`` command parses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The arguments of each, from blocks of shell and from the text."""
+    """Return the arguments of each command, from blocks of shell and from the text."""
     found = []
     for block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
@@ -74,11 +74,11 @@ def test_every_command_is_shown_somewhere() -> None:
     assert not [name for name in commands.choices if f"millrace {name}" not in text]
 
 
-# --- what is said when something is wrong ---
+# --- error messages ---
 
 
 def _said_in_code() -> list[str]:
-    """All texts of the code, with … in the place of what they tell of a moment."""
+    """Return all texts of the code, with … in place of interpolated values."""
     texts = []
     for path in python_files(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -103,6 +103,6 @@ def test_the_messages_that_are_quoted_are_those_of_the_code() -> None:
     assert len(rows) >= 30
     texts = _said_in_code()
     assert not [message for message in rows if not _is_said(message, texts)]
-    assert not _is_said("a message that nobody … says", texts)
+    assert not _is_said("a message that no code … has", texts)
     longest = [max(map(len, message.split("…"))) for message in rows]
     assert min(longest) >= 8  # a quotation, not a word

@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` is the one that the configuration makes, and whole."""
+"""``docs/configuration.md`` is generated from the settings, and complete."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHECKED_IN = ROOT / "docs" / "configuration.md"
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Key, variable and type of each setting."""
+    """Return key, variable and type of each setting."""
     page = CHECKED_IN.read_text(encoding="utf-8")
     return re.findall(r"^\| `([^`]+)`<br>`([^`]+)` \| (.+?) \| .* \| .+ \|$", page, re.MULTILINE)
 
 
-def test_it_is_not_stale() -> None:
+def test_page_is_as_generated_from_the_settings() -> None:
     stale = "run: python -m millrace.runtime.settings_reference > docs/configuration.md"
     assert CHECKED_IN.read_text(encoding="utf-8") == settings_reference.text(), stale
 

@@ -1,4 +1,4 @@
-"""``docs/connections.md``: what it names is there, and what is there is named."""
+"""``docs/connections.md`` names every setting of connections, and no other."""
 
 from __future__ import annotations
 

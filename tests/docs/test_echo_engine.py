@@ -1,4 +1,4 @@
-"""The engine that docs/engines.md shows keeps what every engine has to."""
+"""The engine of docs/engines.md passes the conformance suite."""
 
 from __future__ import annotations
 

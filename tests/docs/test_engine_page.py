@@ -19,7 +19,7 @@ from tests.support.repository import ROOT
 PAGE = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
 
 
-def test_its_examples_run(
+def test_examples_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -41,7 +41,7 @@ def test_its_examples_run(
     assert "grammar_invalid" in printed
 
 
-def test_it_names_the_whole_face() -> None:
+def test_page_names_the_whole_public_interface() -> None:
     missing = [name for name in millrace.engine.__all__ if f"`{name}" not in PAGE]
     assert not missing
     assert not [name for name in ChatOptions.__annotations__ if f"`{name}`" not in PAGE]

@@ -1,4 +1,4 @@
-"""The map of the house: what the documents name is there, and a newcomer finds it in two hops."""
+"""Map of the code: named files exist, and a newcomer finds a file in two hops."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_newcomer_finds_where(step: str, file: str, symbol: str) -> None:
 
 
 def defined_in(path: Path) -> set[str]:
-    """The names that a module defines, and ``Class.method`` of its classes."""
+    """Return the names that a module defines, and ``Class.method`` of its classes."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):

@@ -1,4 +1,4 @@
-"""``docs/security.md`` says nothing that no test shows."""
+"""``docs/security.md``: a test holds every statement."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_each_statement_names_a_test_that_is_there(statement: str) -> None:
         assert name in _tests_of(path), f"{path} has no {name}"
 
 
-def test_all_that_is_said_is_in_lists_and_tables() -> None:
-    """Beside headings and the paragraph under the title."""
+def test_page_has_only_lists_and_tables() -> None:
+    """Headings and the paragraph under the title are the only exceptions."""
     body = TEXT.split("\n## ", 1)[1]
     for block in re.split(r"\n\s*\n", f"## {body}"):
         for part in re.split(r"^(?=- |#|\|)", block.strip(), flags=re.MULTILINE):

@@ -1,6 +1,6 @@
-"""One word for one thing: a word that was given up does not come back.
+"""Retired terms: none is used again.
 
-``banned_words.txt`` has a line for each: the word, a tab, and what is said instead.
+``banned_words.txt`` has a line for each: the term, a tab, and its replacement.
 """
 
 from __future__ import annotations

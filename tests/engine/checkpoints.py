@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers, and what transformers computes from them."""
+"""Small random checkpoints, written by transformers, and transformers' results for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save_model(
     stored_dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Any:
-    """A random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; returns transformers'
+    """Save a random checkpoint of a family ("Llama", "Qwen3", …) in ``path``; return transformers'
     model of it, in float32. The embedding of ``nan_token`` is not finite."""
     model = _make(f"{family}ForCausalLM", family, changes)
     if nan_token is not None:
@@ -50,15 +50,15 @@ def save_model(
 
 
 def save_base_model(path: Path, family: str, **changes: Any) -> Any:
-    """The same without a language-model head, as embedding models are; its tensors' names lack
-    the prefix "model."."""
+    """Save a checkpoint without a language-model head, as embedding models are; its tensors' names
+    lack the prefix "model."."""
     model = _make(f"{family}Model", family, changes)
     model.save_pretrained(path)
     return model
 
 
 def save_classifier(path: Path, family: str, num_labels: int, **changes: Any) -> Any:
-    """The same with a head for labels in place of the language model's."""
+    """Save a checkpoint with a head for labels in place of the language model's."""
     model = _make(
         f"{family}ForSequenceClassification", family, {"num_labels": num_labels} | changes
     )
@@ -67,14 +67,14 @@ def save_classifier(path: Path, family: str, num_labels: int, **changes: Any) ->
 
 
 def save_config(path: Path, family: str, **changes: Any) -> None:
-    """The configuration of such a checkpoint without its weights."""
+    """Save the configuration of such a checkpoint without its weights."""
     config = _config(family, changes)
     config.architectures = [f"{family}ForCausalLM"]
     config.save_pretrained(path)
 
 
 def save_llama(path: Path, **changes: Any) -> Any:
-    """A random Llama in ``path``; returns the transformers model."""
+    """Save a random Llama in ``path``; return the transformers model."""
     return save_model(path, "Llama", **changes)
 
 
@@ -99,15 +99,15 @@ def _make(class_name: str, family: str, changes: dict[str, Any]) -> Any:
 
 
 def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """transformers' logits for every position: [num_tokens, vocab_size]."""
+    """Return transformers' logits for every position: [num_tokens, vocab_size]."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits
 
 
 def cached_logits(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Tensor:
-    """transformers' logits behind the prompt and behind each later token, which it decodes one by
-    one: [num_tokens - num_prompt_tokens + 1, vocab_size]."""
+    """Return transformers' logits after the prompt and after each later token, decoded one by one:
+    [num_tokens - num_prompt_tokens + 1, vocab_size]."""
     with torch.inference_mode():
         out = model(torch.tensor([token_ids[:num_prompt_tokens]]), use_cache=True)
         rows = [out.logits[0, -1]]
@@ -118,7 +118,7 @@ def cached_logits(model: Any, token_ids: list[int], num_prompt_tokens: int) -> t
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """The argmax continuation, by running the whole sequence again for every token."""
+    """Return the greedy continuation by a run of the whole sequence for every token."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(int(reference_logits(model, token_ids)[-1].argmax()))

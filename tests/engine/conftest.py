@@ -21,7 +21,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """(checkpoint folder, the transformers model that is in it)"""
+    """Return (checkpoint folder, the transformers model that is in it)."""
     path = tmp_path_factory.mktemp("llama")
     return path, save_llama(path)
 

@@ -1,4 +1,4 @@
-"""Small random EAGLE-3 heads in the published layouts, and what plain torch computes of them."""
+"""Small random EAGLE-3 heads in the published layouts, and plain torch's results for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def head_tensors(config: Mapping[str, Any], *, prefix: str = "midlayer.") -> Tensors:
-    """Random tensors of the head, without an embedding."""
+    """Draw the tensors of the head, without an embedding."""
     generator = torch.Generator().manual_seed(11)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -75,7 +75,7 @@ def head_tensors(config: Mapping[str, Any], *, prefix: str = "midlayer.") -> Ten
 
 
 def save_head(path: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
-    """A head in the folder ``path``."""
+    """Save a head in the folder ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -90,9 +90,10 @@ def reference_logits(
     features: torch.Tensor,
     num_drafted: int = 0,
 ) -> torch.Tensor:
-    """The logits over the draft's own tokens behind each of ``token_ids``, in float32: token i
-    stands beside ``features[i]``, those of the token before it; the last ``num_drafted`` stand
-    beside what the head made of the token before. [num_tokens, draft_vocab_size]."""
+    """Return the head's logits over the draft's own tokens after each of ``token_ids``, in float32:
+    [num_tokens, draft_vocab_size]. Token i stands beside ``features[i]``, the features of the token
+    before it; each of the last ``num_drafted`` stands beside the head's own output for the token
+    before."""
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
     wide = {name: tensor.float() for name, tensor in tensors.items()}
     own = {
@@ -121,7 +122,7 @@ def _norm(config: Mapping[str, Any], rows: torch.Tensor, weight: torch.Tensor) -
 def _layer(
     config: Mapping[str, Any], own: Tensors, embedded: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Every token by the whole layer, over all tokens before it."""
+    """Compute the whole layer for every token, over all tokens before it."""
     num_tokens, size = len(hidden), config["head_dim"]
     normed = _norm(config, hidden, own["hidden_norm"])
     both = torch.cat((_norm(config, embedded, own["input_layernorm"]), normed), -1)
@@ -143,7 +144,7 @@ def _layer(
 
 
 def _turned(heads: torch.Tensor) -> torch.Tensor:
-    """[num_heads, num_tokens, head_dim] by RoPE with a theta of 10,000."""
+    """Rotate [num_heads, num_tokens, head_dim] by RoPE with a theta of 10,000."""
     num_tokens, size = heads.shape[1:]
     pairs = torch.arange(0, size, 2).float() / size
     angles = torch.arange(num_tokens).float()[:, None] / 10_000.0**pairs

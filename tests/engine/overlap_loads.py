@@ -1,4 +1,4 @@
-"""Loads for engines whose steps may overlap, and what came of them."""
+"""Loads for engines whose steps may overlap, and their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.support import SteppingClock, drawn_settings, prompt, request,
 MAX_STEPS = 3_000
 _BLOCK_BYTES = 16 * 2 * 4
 
-# How a request is sampled; those that the host has to sample are in between.
+# Kinds of sampling; kinds for the host stand between kinds for the device.
 _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.9, "top_k": 40},
@@ -105,15 +105,16 @@ ARRIVALS = st.lists(
 CONFIGS = drawn_settings(_BLOCK_BYTES)
 
 
-class Told(NamedTuple):
-    """What was told of one choice of a request."""
+class ChoiceOutputs(NamedTuple):
+    """Outputs of one choice of a request."""
 
     token_ids: list[int]
     outputs: list[EngineOutput]
 
     @property
     def ending(self) -> tuple[Any, ...]:
-        """How it ended, or () if it did not."""
+        """Finish reason, error, embedding and prompt logprobs of the choice, or () while it
+        runs."""
         last = self.outputs[-1]
         if not last.finished:
             return ()
@@ -126,7 +127,7 @@ class Told(NamedTuple):
 
 
 class World:
-    """An engine on the double, under a load, checked at every step."""
+    """Engine on the device double under a load, checked at every step."""
 
     def __init__(
         self, arrivals: list[Arrival], runner_options: dict[str, Any], **config: Any
@@ -147,7 +148,9 @@ class World:
             setattr(memory, name, self.runner.after_all(getattr(memory, name)))
         self._arrivals = arrivals
         self._asker: dict[str, int] = {}
-        self.told: defaultdict[tuple[int, int], Told] = defaultdict(lambda: Told([], []))
+        self.told: defaultdict[tuple[int, int], ChoiceOutputs] = defaultdict(
+            lambda: ChoiceOutputs([], [])
+        )
         self.num_steps = 0
         self.num_preempted_unread = 0
         preempt = self.engine._planner._preempt
@@ -176,7 +179,7 @@ class World:
         assert not self.runner.broken, self.runner.broken
 
     def run(self, *, disturbed: bool) -> None:
-        """Serve everybody; if ``disturbed``, with the cancellations and second requests."""
+        """Serve all requests; if ``disturbed``, with the cancellations and second requests."""
         due: list[tuple[int, str]] = []
         last = ""
         for number, arrival in enumerate(self._arrivals):

@@ -1,4 +1,4 @@
-"""Driving an engine to the end of its work."""
+"""Helpers that drive an engine to the end of its work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEMO = Path(registry.__path__[0]) / "demo" / "model"
 
 
 class FakeMemory(KVCache):
-    """Block memory without contents that notes what is done to it."""
+    """Block memory without contents that notes its operations."""
 
     def __init__(self) -> None:
         self.scrubbed: list[int] = []
@@ -43,8 +43,8 @@ class FakeMemory(KVCache):
 def resolved(
     path: Path = _DEMO, *, on: torch.device | None = None, **settings: Any
 ) -> ResolvedEngineConfig:
-    """The settings of an engine for a checkpoint; ``on``: a device that this machine need not have,
-    where the settings leave the device open."""
+    """Return the settings of an engine for a checkpoint. ``on`` is a device that this machine need
+    not have, for settings that leave the device open."""
     config = EngineConfig(**settings)
     if on is None:
         return step_settings.resolve(path, config)
@@ -53,7 +53,7 @@ def resolved(
 
 
 def embedding_of(engine: Engine) -> torch.Tensor:
-    """The embedding of the model that an engine runs: [vocab_size, hidden_size]."""
+    """Return the embedding of an engine's model: [vocab_size, hidden_size]."""
     runner = engine._runner
     assert isinstance(runner, ModelRunner | DeviceRunner)
     decoder = runner._decoder
@@ -62,7 +62,7 @@ def embedding_of(engine: Engine) -> torch.Tensor:
 
 
 def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
-    """A greedy request that runs to ``max_tokens`` unless ``params`` say otherwise."""
+    """Return a greedy request that runs to ``max_tokens`` unless ``params`` say otherwise."""
     extra = {
         name: params.pop(name)
         for name in ("output_token_ids", "priority", "eos_token_ids", "cache_salt")
@@ -78,13 +78,13 @@ def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
 
 
 def prompt(seed: int, num_tokens: int, vocab_size: int = 199) -> list[int]:
-    """Random token ids."""
+    """Draw random token ids."""
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]
 
 
 def drain(engine: Engine, max_steps: int = 10_000) -> list[EngineOutput]:
-    """Step until there is no work; everything that came out, with the engine checked each step."""
+    """Step until there is no work; return all outputs. The engine is checked at each step."""
     outputs: list[EngineOutput] = []
     for _ in range(max_steps):
         if not engine.has_work:
@@ -102,7 +102,7 @@ def tokens_by_request(outputs: list[EngineOutput]) -> dict[str, list[int]]:
 
 
 def last_by_request(outputs: list[EngineOutput]) -> dict[str, EngineOutput]:
-    """The finished output of each request; AssertionError if a request has two."""
+    """Return the finished output of each request. Raise AssertionError if a request has two."""
     last: dict[str, EngineOutput] = {}
     for output in outputs:
         if output.finished:
@@ -112,7 +112,7 @@ def last_by_request(outputs: list[EngineOutput]) -> dict[str, EngineOutput]:
 
 
 class SteppingClock:
-    """Every look at it is a hundredth of a second later."""
+    """Clock that advances by a hundredth of a second at each reading."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -123,8 +123,8 @@ class SteppingClock:
 
 
 def drawn_settings(block_bytes: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Settings that make an engine short of everything, now and then; ``block_bytes`` of a block of
-    its KV cache."""
+    """Draw settings that sometimes make an engine short of everything; ``block_bytes`` is the size
+    of a block of its KV cache."""
     return st.fixed_dictionaries(
         {
             "max_batch_tokens": st.sampled_from([5, 24, 64, 300]),

@@ -1,4 +1,4 @@
-"""What wakes the thread that steps."""
+"""Bell that wakes the stepping thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _can_be_read(bell: Bell) -> bool:
     return bool(select.select([bell.fd], [], [], 0)[0])
 
 
-def test_it_is_heard_until_it_is_cleared() -> None:
+def test_bell_stays_rung_until_it_is_cleared() -> None:
     bell = Bell()
     assert not _can_be_read(bell)
     bell.ring()
@@ -24,7 +24,7 @@ def test_it_is_heard_until_it_is_cleared() -> None:
     assert not _can_be_read(bell)
 
 
-def test_another_thread_wakes_who_waits() -> None:
+def test_ring_wakes_the_waiting_thread() -> None:
     bell = Bell()
     thread = threading.Thread(target=bell.ring)
     thread.start()

@@ -36,7 +36,7 @@ def classify(name: str, token_ids: list[int], **changes: Any) -> EngineRequest:
 
 
 def reference(path: Path, token_ids: list[int]) -> torch.Tensor:
-    """As transformers reads the checkpoint."""
+    """Return the logits by transformers from the same checkpoint."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
@@ -85,12 +85,12 @@ def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, Any]) -> No
 
 
 def test_labels_of_a_group_of_ranks_on_devices(tmp_path: Path) -> None:
-    """Their processes start anew, as a user's do."""
+    """The ranks' processes start afresh, as a user's do."""
     check_ranks(tmp_path, pipeline_parallel=2, kernels="reference")
 
 
 def check_ranks(tmp_path: Path, **ranks: Any) -> None:
-    """The labels of a group of ranks are those of transformers."""
+    """Assert that the labels of a group of ranks are those of transformers."""
     save_classifier(tmp_path, "Llama", 3, **SHAPE)
     config = EngineConfig(
         num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1
@@ -115,7 +115,7 @@ def test_labels_of_a_mixture_of_experts(tmp_path: Path, family: str) -> None:
     check(tmp_path, PROMPTS[2], last_by_request(drain(engine))["a"])
 
 
-def test_it_makes_no_tokens_but_embeddings(tmp_path: Path) -> None:
+def test_classifier_makes_embeddings_and_no_tokens(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, "Llama", 2)
     engine = Engine.load(tmp_path, EngineConfig(num_blocks=32, device="cpu"))
     engine.add(request("tokens", PROMPTS[1]))

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: answers, equality of answers, errors, cancellation."""
+"""Engine as its callers see it: answers, equality of answers, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MIXED: list[EngineRequest] = [
 
 @pytest.fixture(scope="module")
 def alone(llama: tuple[Path, Any]) -> dict[str, list[int]]:
-    """Each of ``MIXED`` run by itself."""
+    """Return the tokens of each request of ``MIXED``, run by itself."""
     tokens: dict[str, list[int]] = {}
     engine = Engine.load(llama[0], EngineConfig(num_blocks=128, device="cpu"))
     for item in MIXED:
@@ -164,7 +164,7 @@ def test_logprobs_are_the_models_own(make_engine: MakeEngine, llama: tuple[Path,
     assert by_request["none"].logprobs == ()
 
 
-def test_what_can_never_fit_is_refused_with_numbers_and_others_go_on(
+def test_request_that_can_never_fit_is_refused_with_numbers(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(num_blocks=8)

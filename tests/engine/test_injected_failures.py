@@ -1,4 +1,4 @@
-"""Allocations fail wherever a step allocates: some requests end for it, the engine never does."""
+"""Failing allocations at any place of a step: some requests end, the engine never does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Faults:
-    """Makes functions fail now and then, as they do when memory is out."""
+    """Functions that fail now and then, as they do when memory is out."""
 
     def __init__(self, seed: int, probability: float) -> None:
         self._random = random.Random(seed)
@@ -55,7 +55,7 @@ class _Faults:
 
 
 class _Callers:
-    """Ask for all kinds of things, come back with the same id, and go away, in any state."""
+    """Callers that send all kinds of requests, repeat ids, and cancel in any state."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""The engine as a library: no broker and no HTTP server is needed, and nothing is left behind."""
+"""Engine as a library: it needs no broker and no HTTP server, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ with LLM(sys.argv[1], device="cpu", num_threads=1, num_blocks=64) as llm:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLM sets these for its process; here they go back."""
+    """Restore the environment, which LLM sets for its process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def test_it_runs_without_brokers_and_servers(tmp_path: Path) -> None:
+def test_engine_runs_without_brokers_and_servers(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny")
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(checkpoint)],

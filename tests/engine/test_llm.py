@@ -1,4 +1,4 @@
-"""``LLM`` on tiny checkpoints: what it returns is what the engine behind the bus makes."""
+"""``LLM`` on tiny checkpoints: its results equal those of the engine behind the bus."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_blocks": 64}
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """LLM sets these for its process; here they go back."""
+    """Restore the environment, which LLM sets for its process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -71,7 +71,7 @@ def llm(checkpoint: Path, adapter: Path) -> Iterator[LLM]:
 
 
 def served_tokens(checkpoint: Path, *jobs: Job) -> list[tuple[int, ...]]:
-    """Tokens of jobs that are prepared as a scheduler does and computed as a worker does."""
+    """Return the tokens of jobs that are prepared as by a scheduler and computed as by a worker."""
     served = ServedModel.load(load_catalogue("").with_model(str(checkpoint)), "tiny")
     engine = Engine.load(checkpoint, EngineConfig(**SMALL))
     for job in jobs:
@@ -138,7 +138,7 @@ def _stop_at(text: str) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "stop": text[3]}
 
 
-def test_what_is_left_out_is_as_the_model_recommends(tmp_path: Path) -> None:
+def test_omitted_parameters_are_as_the_model_recommends(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "tiny")
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1}))
     with LLM(path, **SMALL) as llm:

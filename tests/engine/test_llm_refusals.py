@@ -1,4 +1,4 @@
-"""What ``LLM`` refuses, with which error, before anything of the call runs."""
+"""Errors of ``LLM`` before any part of a call runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.engine.checkpoints_made import write_checkpoint
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """LLM sets these for its process; here they go back."""
+    """Restore the environment, which LLM sets for its process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")

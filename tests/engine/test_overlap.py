@@ -1,4 +1,4 @@
-"""Step by step: what is launched when, and what becomes of tokens that are read later."""
+"""Overlapping steps one by one: the order of launches, and tokens that are read later."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_step_of_which_the_host_chooses_is_read_at_once() -> None:
 
 
 def place_of_new_token(tokens: list[int]) -> int:
-    """The first place from 12 on with a token that has not come before."""
+    """Return the first place from 12 on with a token that has not come before."""
     return next(i for i in range(12, len(tokens)) if tokens[i] not in tokens[:i])
 
 
@@ -156,8 +156,9 @@ def test_a_preempted_sequence_waits_until_its_token_is_read() -> None:
     assert not runner.broken
 
 
-def test_blocks_of_who_is_about_to_end_are_waited_for() -> None:
-    """Blocks lack in the step whose plan knows that another sequence ends with the last one."""
+def test_blocks_of_an_ending_sequence_are_waited_for() -> None:
+    """The step that lacks blocks knows from its plan that another sequence ends with the step
+    before."""
     grows = request("grows", prompt(1, 30, 190), max_tokens=25)
     ends = request("ends", prompt(2, 40, 190), max_tokens=19)
     engine, _ = make_engine(DeviceRunner(num_blocks=7), max_num_sequences=2, prefix_cache=False)
@@ -177,7 +178,7 @@ def test_blocks_of_who_is_about_to_end_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("on_read", [False, True])
-def test_a_failure_ends_the_one_at_fault_and_nobody_loses_a_token(on_read: bool) -> None:
+def test_failure_ends_the_request_at_fault_and_no_other_loses_a_token(on_read: bool) -> None:
     items = [request(f"r{i}", prompt(i, 20, 190), max_tokens=12) for i in range(5)]
     wanted = without_overlap(*items)
     faults = {items[3].prompt_token_ids: Fault(0, 25, on_read)}
@@ -193,8 +194,8 @@ def test_a_failure_ends_the_one_at_fault_and_nobody_loses_a_token(on_read: bool)
     assert engine.stats().num_free_blocks == 64
 
 
-def test_a_failure_of_a_token_that_nobody_wants_ends_nobody() -> None:
-    """The step behind a stop token fails: when that is known, the sequence is over."""
+def test_failure_of_a_dropped_token_ends_no_request() -> None:
+    """The step after a stop token fails; the sequence is over when the failure is known."""
     wanted = without_overlap(request("r", PROMPT, max_tokens=30))["r"]
     place = place_of_new_token(wanted)
     for on_read in (False, True):
@@ -231,7 +232,7 @@ class _Clock:
 
 
 class _TimedRunner(DeviceRunner):
-    """A launch takes 1 ms of the host, a step 10 ms of the device."""
+    """Runner with a launch of 1 ms on the host and a step of 10 ms on the device."""
 
     def __init__(self, clock: _Clock) -> None:
         super().__init__(num_blocks=64)
@@ -257,7 +258,7 @@ def test_a_step_takes_from_one_read_to_the_next() -> None:
     engine.add(request("r", PROMPT, max_tokens=101))
     while engine.has_work:
         engine.step()
-        clock.now_s += 0.002  # whoever steps has other things to do
+        clock.now_s += 0.002  # the stepping thread has other work
     # The first step is launched, then each takes as long as the device does.
     took_s = 0.001 + 101 * 0.010
     assert clock.now_s == pytest.approx(took_s + 0.002)

@@ -9,22 +9,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, Told, World
+from tests.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, ChoiceOutputs, World
 
 _ROOMY = {"max_batch_tokens": 4_096, "max_num_sequences": 64, "overlap": False}
 # Explaining traces every line, which takes minutes here.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
-def _undisturbed(arrivals: list[Arrival]) -> dict[tuple[int, int], Told]:
-    """What each is told by an engine with room for all, that chooses all tokens on the host."""
+def _undisturbed(arrivals: list[Arrival]) -> dict[tuple[int, int], ChoiceOutputs]:
+    """Return the outputs of an engine with room for all requests, whose host chooses all tokens."""
     world = World(arrivals, {"num_blocks": 512, "chooses": False, "says_finite": False}, **_ROOMY)
     world.run(disturbed=False)
     return dict(world.told)
 
 
-def _agree(world: World, expected: dict[tuple[int, int], Told], *, whole: bool) -> None:
-    """Everybody was told the same; unless it was ``whole``, some were not told the end."""
+def _agree(world: World, expected: dict[tuple[int, int], ChoiceOutputs], *, whole: bool) -> None:
+    """Assert that all outputs are as expected; unless ``whole``, some choices may lack their
+    end."""
     if whole:
         assert world.told.keys() == expected.keys()
     for key, told in world.told.items():
@@ -63,7 +64,7 @@ def test_overlap_changes_nothing_that_is_told(
 
 
 def _arrivals(seed: int) -> list[Arrival]:
-    """Twelve requests at once, all kinds of them, that fill any small pool."""
+    """Return twelve requests of all kinds at once, which fill any small pool."""
     pick = random.Random(seed)
     kinds = ["greedy", "drawn", "reported", "penalised", "scored", "choices"]
     return [

@@ -1,4 +1,5 @@
-"""Any load on any pool: everybody ends with the tokens he would get alone, and nothing leaks."""
+"""Random loads on random pools: each request gets the tokens that it gets alone, and nothing
+leaks."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ CONFIGS = drawn_settings(BLOCK_BYTES)
 
 
 class World:
-    """An engine under a load, and all that came out of it."""
+    """Engine under a load, and all of its outputs."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -132,7 +133,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
-    """Runners by number of blocks, all with a poisoned token."""
+    """Return runners by number of blocks, all with a poisoned token."""
     made: dict[int, ModelRunner] = {}
     for num_blocks in (9, 11, 16, 24, 600):
         made[num_blocks] = ModelRunner.load(
@@ -143,7 +144,7 @@ def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
 
 
 def alone(runner: ModelRunner, arrivals: list[Arrival]) -> World:
-    """What the same requests get in a pool without bounds and without anything to find."""
+    """Run the same requests in a pool without bounds and without caches."""
     config = resolved(prefix_cache=False, host_cache_bytes=0)
     world = World(Engine(runner, config, monotonic=SteppingClock()))
     world.run([arrival._replace(gap=0, cancel_after=None) for arrival in arrivals])

@@ -1,4 +1,5 @@
-"""A request that goes on behind any number of its tokens makes the rest of what it would have."""
+"""Resumed requests: after any number of tokens, the rest is the same as without the
+interruption."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a word for each token."""
+    """Save a small Llama with a word for each token."""
     path = tmp_path_factory.mktemp("words")
     save_llama(path)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(199)}, unk_token="w0"))
@@ -53,7 +54,7 @@ def _requests() -> list[EngineRequest]:
 
 
 class _Made:
-    """What an engine made for each request."""
+    """Outputs of an engine for each request."""
 
     def __init__(self, outputs: list[EngineOutput]) -> None:
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Several completions of one prompt: the same tokens as alone, from blocks that are shared."""
+"""Several completions of one prompt: the same tokens as alone, from shared blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn(request_id: str, num_prompt_tokens: int, n: int = NUM_CHOICES, **param
 
 @pytest.fixture(scope="module")
 def alone(llama: tuple[Path, Any]) -> dict[int, dict[int, list[int]]]:
-    """Choices by length of the prompt, in a pool where nobody is in the way."""
+    """Return the tokens of choices by length of the prompt, without other requests in the pool."""
     tokens: dict[int, dict[int, list[int]]] = {}
     config = EngineConfig(num_blocks=256, device="cpu", prefix_cache=False)
     for length in (1, 31, 32, 33, 100):

@@ -1,4 +1,4 @@
-"""What is said about the choice of threads."""
+"""Report on the choice of threads."""
 
 from __future__ import annotations
 

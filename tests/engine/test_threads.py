@@ -1,4 +1,4 @@
-"""Threads are chosen for the machine and for what else runs on it."""
+"""Choice of threads for the machine and for its other work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch as an engine's process imports it: quicker, and whole for whoever asks for more of it."""
+"""Quick import of torch in an engine's process; deferred modules load when they are needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps({
 """
 
 
-def test_what_compilers_need_is_there_when_they_ask_for_it() -> None:
+def test_deferred_modules_load_when_compilers_need_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False
     )
@@ -50,7 +50,7 @@ def test_what_compilers_need_is_there_when_they_ask_for_it() -> None:
 
 
 def test_ranks_choose_when_to_import_it() -> None:
-    """By then what is to be imported, and what torch finds in the environment, is known."""
+    """A rank imports torch once its modules and its environment are known."""
     module = "millrace.engine.parallel.member"
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,1 +1,1 @@
-"""What runs on a CUDA device alone: `make test-gpu`."""
+"""Tests that need a CUDA device: `make test-gpu`."""

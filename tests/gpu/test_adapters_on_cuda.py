@@ -1,4 +1,4 @@
-"""Adapters on a CUDA device: its kernels, its graphs, and the way of adapters to it."""
+"""Adapters on a CUDA device: its kernels, its graphs, and copies of adapters to it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_subset_of_slices(dtype: torch.dtype, fixed: bool) -> None:
 
 
 def test_each_subset_of_projections(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    """In fewer slots than adapters."""
+    """The engine has fewer slots than adapters."""
     path, model = llama
     engine = _engine(path)
     for number, targets in enumerate(SUBSETS):
@@ -71,7 +71,7 @@ def test_each_subset_of_projections(llama: tuple[Path, Any], tmp_path: Path) -> 
 
 
 def test_a_gpu_answers_as_the_host_does(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    """By steps that are recorded and such as are not, while adapters come and go."""
+    """Adapters come and go while recorded and unrecorded steps run."""
     path, model = llama
     adapters: list[AdapterRef | None] = [None]
     for number in range(4):
@@ -130,8 +130,8 @@ def test_deterministic_answers_do_not_depend_on_others(
     assert answered(_engine(path, **config), requests) == alone
 
 
-def test_what_is_brought_beside_steps_arrives_whole() -> None:
-    """From several threads, in parts that are larger and smaller than what is pinned at a time."""
+def test_copies_beside_steps_arrive_whole() -> None:
+    """Several threads copy parts that are larger and smaller than a pinned piece."""
     device = CudaDevice(torch.device("cuda"))
     sizes = (5, 6_000_001, 3, 9_000_000)
     sources = [

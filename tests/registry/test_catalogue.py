@@ -1,4 +1,4 @@
-"""The catalogue file, models beside it, and where their files come from."""
+"""Catalogue file, models beside it, and the sources of their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A catalogue's file that changes while somebody follows it."""
+"""Watch of a catalogue file that changes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.support.manual_clock import ManualClock
 
 
 class Followed:
-    """A catalogue file, and what its watch told."""
+    """Catalogue file, and the changes that its watch reported."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.told: list[tuple[tuple[str, ...], frozenset[str]]] = []
+        self.changes: list[tuple[tuple[str, ...], frozenset[str]]] = []
         self.write("models: {a: {source: /a}, b: {source: /b}}")
         self.watch = CatalogueWatch(
             str(file), load_catalogue(str(file)), ManualClock(), self.on_change
         )
 
     async def on_change(self, catalogue: Catalogue, changed: frozenset[str]) -> None:
-        self.told.append((catalogue.names(), changed))
+        self.changes.append((catalogue.names(), changed))
 
     def write(self, text: str) -> None:
         fresh = self.file.with_suffix(".new")
@@ -34,11 +34,11 @@ class Followed:
 async def test_models_that_come_go_and_change_are_told(tmp_path: Path) -> None:
     followed = Followed(tmp_path / "models.yaml")
     await followed.watch.look()
-    assert followed.told == []
+    assert followed.changes == []
     followed.write("models: {b: {source: /other}, c: {source: /c}}")
     await followed.watch.look()
     await followed.watch.look()
-    assert followed.told == [(("b", "c"), frozenset({"a", "b", "c"}))]
+    assert followed.changes == [(("b", "c"), frozenset({"a", "b", "c"}))]
 
 
 async def test_a_route_alone_is_a_change(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ async def test_a_route_alone_is_a_change(tmp_path: Path) -> None:
     text = "models: {a: {source: /a}, b: {source: /b}}\nroutes: {auto: {small: a, large: b}}"
     followed.write(text)
     await followed.watch.look()
-    assert followed.told == [(("a", "b"), frozenset())]
+    assert followed.changes == [(("a", "b"), frozenset())]
 
 
 async def test_a_file_that_cannot_be_read_changes_nothing_and_is_said_once(
@@ -56,10 +56,10 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_said_once(
     followed.write("models: [")
     for _ in range(3):
         await followed.watch.look()
-    assert followed.told == []
+    assert followed.changes == []
     assert [record.message for record in caplog.records] == ["the catalogue is unchanged"]
     followed.file.unlink()
     await followed.watch.look()
     followed.write("models: {a: {source: /a}}")
     await followed.watch.look()
-    assert followed.told == [(("a",), frozenset({"b"}))]
+    assert followed.changes == [(("a",), frozenset({"b"}))]

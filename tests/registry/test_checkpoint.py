@@ -85,7 +85,7 @@ def test_qwen3_has_qk_norm_and_its_own_head_dim(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"sliding_window": 7}, (None, None)),  # a Llama has none, whatever its file says
+        ({"sliding_window": 7}, (None, None)),  # a Llama has none, even if its file says so
         (QWEN2_WINDOWS, (None, 7)),
         (QWEN2_WINDOWS | {"max_window_layers": 0}, (7, 7)),
         (QWEN2_WINDOWS | {"max_window_layers": ...}, (None, None)),

@@ -145,7 +145,8 @@ def test_ids_beyond_the_vocabulary_add_nothing() -> None:
 
 
 def test_a_push_costs_the_same_after_any_history() -> None:
-    """Counted, not timed: no push looks at more than the bytes of an unfinished character."""
+    """The test counts instead of timing: no push looks at more than the bytes of an unfinished
+    character."""
     tokenizer, _ = made("byte_level")
     detokenizer = IncrementalDetokenizer(tokenizer)
     for token_id in tokenizer.encode("mill wheel 你好 " * 500):

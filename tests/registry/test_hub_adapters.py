@@ -1,4 +1,4 @@
-"""Adapters by their hub ids, of a hub that a test stands in for."""
+"""Adapters by their hub ids, from a stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Any]]:
-    """What was asked of the hub, which has one adapter."""
+    """Record the downloads from a hub that has one adapter."""
     write_adapter(tmp_path / _COMMIT, read_model_config(checkpoint), rank=3)
     calls: list[dict[str, Any]] = []
 
@@ -72,7 +72,7 @@ def test_an_adapter_of_the_hub_is_kept_by_its_commit(
         adapter_folder(adapter.source, "sql", "another version")
 
 
-def test_what_the_hub_refuses_is_told_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_of_the_hub_names_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: Any, **__: Any) -> str:
         raise errors.LocalEntryNotFoundError("no network")
 

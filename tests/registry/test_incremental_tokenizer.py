@@ -1,4 +1,5 @@
-"""Token ids of a text that comes in pieces spell that text, for every kind of vocabulary."""
+"""Incremental tokenizer: token ids of a text in pieces spell that text, for every kind of
+vocabulary."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def _ids_of(tokenizer: Tokenizer, pieces: list[str], before: list[int]) -> list[
 @pytest.mark.parametrize("before", ["", "The stream", "a "])
 @settings(max_examples=60, deadline=None)
 @given(pieces=_PIECES)
-def test_what_is_given_is_spelled(kind: str, before: str, pieces: list[str]) -> None:
+def test_emitted_tokens_spell_the_text(kind: str, before: str, pieces: list[str]) -> None:
     tokenizer = _made(kind)
     prompt = tokenizer.encode(before)
     ids = _ids_of(tokenizer, pieces, prompt)
@@ -101,7 +102,9 @@ def test_what_is_given_is_spelled(kind: str, before: str, pieces: list[str]) -> 
 @_KINDS
 @settings(max_examples=100, deadline=None)
 @given(pieces=_PIECES, at=st.integers(0, 20))
-def test_it_goes_on_behind_what_another_gave(kind: str, pieces: list[str], at: int) -> None:
+def test_tokenizer_resumes_behind_the_tokens_of_another(
+    kind: str, pieces: list[str], at: int
+) -> None:
     tokenizer = _made(kind)
     first = IncrementalTokenizer(tokenizer)
     given_ids = [token_id for piece in pieces[:at] for token_id in first.push(piece)]
@@ -114,7 +117,7 @@ def test_it_goes_on_behind_what_another_gave(kind: str, pieces: list[str], at: i
 
 @cache
 def _with_known_rules(pattern: str) -> Tokenizer:
-    """One that splits as well-known ones do, and has no tokens that were added."""
+    """Return a tokenizer that splits by a well-known pattern, without added tokens."""
     trained = byte_level()
     backend = tokenizers.Tokenizer(trained.model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -143,7 +146,7 @@ def _with_known_rules(pattern: str) -> Tokenizer:
 )
 @example(pieces=["  ", "3.14"])
 @example(pieces=["  "] * 9 + ["and"])
-def test_by_known_rules_they_are_the_ids_of_the_whole_text(pattern: str, pieces: list[str]) -> None:
+def test_ids_by_known_rules_are_those_of_the_whole_text(pattern: str, pieces: list[str]) -> None:
     tokenizer = _with_known_rules(pattern)
     text = "".join(pieces)
     assert tokenizer.rules.cut is not None

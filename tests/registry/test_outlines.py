@@ -1,4 +1,4 @@
-"""Models that Millrace's own engine does not compute, and others do."""
+"""Outlines of models that other engines compute and Millrace's own does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a prompt is how long."""
+"""Lengths of a prompt's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts in threads of their own: how many at once, and whose."""
+"""Pool of threads for long texts: their number, and the tenants' shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = MAX_INLINE_CHARACTERS + 1
 
 
 class Held:
-    """Work that begins and then waits to be let go."""
+    """Work that begins and then waits for its release."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -65,7 +65,7 @@ async def test_a_tenant_has_half_of_the_threads_and_others_take_turns(pool: Prom
     assert pool.num_works == 0
 
 
-async def test_who_gives_up_keeps_the_thread_until_it_is_free(pool: PromptPool) -> None:
+async def test_caller_that_gives_up_keeps_its_thread_until_it_is_free(pool: PromptPool) -> None:
     held = Held()
     given_up = asyncio.create_task(pool.run("acme", LONG, lambda: held.work("first")))
     await eventually(lambda: held.begun == ["first"])

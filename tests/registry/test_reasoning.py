@@ -1,4 +1,4 @@
-"""Thoughts told apart from answers, however their text comes."""
+"""Separation of thoughts from answers, for any pieces of the text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_text(reasoning: ReasoningFormat, text: str, thoughts: str, answer: st
 
 
 @given(_PIECES, st.booleans(), st.randoms(use_true_random=False))
-def test_what_comes_out_does_not_depend_on_the_cuts(
+def test_parsed_thoughts_do_not_depend_on_the_cuts(
     pieces: list[str], is_open: bool, draw: random.Random
 ) -> None:
     reasoning = OPEN if is_open else CLOSED

@@ -1,4 +1,4 @@
-"""What a question asks of a model: cues, in many languages, from a bounded look at the text."""
+"""Score of a question for routing: cues in many languages, in a bounded part of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a request goes to, whatever the models' state; and what the catalogue says of it."""
+"""Choice of a request's model, for all states of the models, and the catalogue's routes."""
 
 from __future__ import annotations
 

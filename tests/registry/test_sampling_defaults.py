@@ -1,4 +1,4 @@
-"""What generation_config.json recommends counts where a request does not say."""
+"""Sampling defaults of generation_config.json, for fields that a request leaves out."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def published(**sampling: Any) -> SamplingOptions:
     return msgspec.json.decode(json.dumps(job), type=Job).sampling
 
 
-def test_every_door_has_the_same_defaults(path: Path) -> None:
+def test_every_endpoint_has_the_same_defaults(path: Path) -> None:
     served = load(path)
     assert served.sampling_defaults == DEFAULTS
-    for door in (chat, published):
-        assert sampled(served, door()) == ALL
+    for parse in (chat, published):
+        assert sampled(served, parse()) == ALL
         asked = {"temperature": 1.0, "top_k": 0, "max_tokens": 4}
-        assert sampled(served, door(**asked)) == ALL | asked
+        assert sampled(served, parse(**asked)) == ALL | asked
         neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        assert sampled(served, door(**neutral)) == ALL | neutral
+        assert sampled(served, parse(**neutral)) == ALL | neutral
     # Of OpenAI's two endpoints one has a length of its own.
     body = json.dumps({"model": "tiny", "prompt": "mill"})
     completion = decode(msgspec.json.Decoder(CompletionRequest), body)
@@ -98,10 +98,10 @@ def test_every_door_has_the_same_defaults(path: Path) -> None:
 def test_a_beam_search_is_not_sampled_as_recommended(path: Path) -> None:
     served = load(path)
     plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    for door in (chat, published):
-        beams = door(use_beam_search=True, n=3)
+    for parse in (chat, published):
+        beams = parse(use_beam_search=True, n=3)
         assert sampled(served, beams) == plain | {"max_tokens": ALL["max_tokens"]}
-        warmer = door(use_beam_search=True, temperature=0.5)
+        warmer = parse(use_beam_search=True, temperature=0.5)
         assert sampled(served, warmer)["temperature"] == 0.5
         job = Job(request_id="r", model="tiny", prompt="mill", sampling=beams)
         ready = served.prepare(job, random.Random(1))
@@ -119,7 +119,8 @@ def test_generate_draws_as_if_they_had_been_asked_for(path: Path, tmp_path: Path
 
 
 def test_a_job_keeps_what_it_was_accepted_with(path: Path) -> None:
-    """Over the wire and after the model was loaded anew with another recommendation, or none."""
+    """The job keeps its values over the wire, and after a reload of the model with another
+    recommendation or none."""
     job = Job(request_id="r", model="tiny", prompt="mill", sampling=SamplingOptions(top_p=1.0))
     ready = load(path).prepare(job, random.Random(1))
     plain = load(path, "generation_config: ignore").prepare(job, random.Random(1))

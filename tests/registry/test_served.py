@@ -1,4 +1,4 @@
-"""Jobs made ready for a model."""
+"""Preparation of jobs for a model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_begins_an_answer_can_be_left_out(served: ServedModel) -> None:
 
 
 def test_an_answer_goes_on_with_the_last_message(served: ServedModel) -> None:
-    """Its prompt is that of an answer which has said so much already."""
+    """The prompt is that of an answer with this text so far."""
     asked, said = ChatMessage("user", "mill"), ChatMessage("assistant", "race ")
     continued = job(messages=(asked, said), continue_final_message=True)
     ready = served.prepare(continued, random.Random(1))
@@ -154,7 +154,8 @@ def test_messages(served: ServedModel) -> None:
 
 
 def test_messages_in_the_template_of_a_request(tmp_path: Path) -> None:
-    """Also for a model that has none; calls and thoughts are marked as the model does it."""
+    """The template also serves a model that has none; calls and thoughts are marked as the model
+    does it."""
     path = write_checkpoint(tmp_path / "tiny")
     messages = (ChatMessage("user", "mill"),)
     asked = job(messages=messages)
@@ -199,8 +200,8 @@ def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> N
     assert not refused.value.message.endswith("..")
 
 
-def test_what_a_template_of_a_request_must_not_do(served: ServedModel) -> None:
-    """It is refused for that, with words."""
+def test_forbidden_operations_in_a_request_s_template_are_refused(served: ServedModel) -> None:
+    """The template is refused for that reason, with a message."""
     for source in (
         "{{ 'a' * 10**15 }}",
         "{{ messages[0].content * 10**15 }}",
@@ -361,7 +362,7 @@ def test_a_model_without_a_head_makes_embeddings_only(tmp_path: Path) -> None:
 
 @pytest.fixture(params=[1, 3])
 def classifier(tmp_path: Path, request: pytest.FixtureRequest) -> ServedModel:
-    """A cross-encoder, and a model that tells one of three labels."""
+    """Return a cross-encoder, or a model that tells one of three labels."""
     write_checkpoint(
         tmp_path / "tiny",
         architectures=["LlamaForSequenceClassification"],

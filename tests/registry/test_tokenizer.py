@@ -1,4 +1,4 @@
-"""Reading tokenizers, and what they say about the end of a text."""
+"""Tokenizers from files, and their ends of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced calls: whatever the grammar admits reads as calls whose arguments fit."""
+"""Forced calls: every text that the grammar admits parses as calls with fitting arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WEATHER = ToolDefinition(
     },
 )
 NOW = ToolDefinition(name="now")
-# As generators of schemas write them: references, unions, and a format that nobody knows.
+# As generators of schemas write them: references, unions, and an unknown format.
 BOOK = ToolDefinition(
     name="book",
     parameters={
@@ -85,7 +85,7 @@ def library() -> GrammarLibrary:
 
 
 def test_words_of_a_schema_take_no_room_in_a_grammar() -> None:
-    """Agents send dozens of tools, most of whose schemas is prose."""
+    """Agents send dozens of tools, whose schemas are mostly prose."""
     described = {
         "type": "string",
         "description": "y" * 300,
@@ -122,7 +122,7 @@ def grammar(
 
 
 def drawn(made: Grammar, seed: int, max_tokens: int = 9_000) -> str:
-    """What a model says that takes any of the tokens that it may."""
+    """Return a text by a model that draws any allowed token."""
     tokenizer = demo().tokenizer
     matcher = library().compile(made)
     source = random.Random(seed)
@@ -138,7 +138,7 @@ def drawn(made: Grammar, seed: int, max_tokens: int = 9_000) -> str:
 
 
 def accepts(made: Grammar, text: str) -> bool:
-    """Whether a completion may begin so."""
+    """Return whether a completion may begin with ``text``."""
     matcher = library().compile(made)
     try:
         matcher.accept(demo().tokenizer.encode(text, add_special_tokens=False))
@@ -388,8 +388,8 @@ def test_the_demo_model_calls_a_tool() -> None:
     made = grammar(ToolFormat.HERMES, REQUIRED, WEATHER, NOW, parallel=False)
     engine = load_engine(demo().path)
     asked = ask("a", made, prompt=prompt, temperature=0.0, eos_token_ids=tokenizer.eos_token_ids)
-    told = run(engine, tokenizer, asked)
-    content, calls = read(ToolFormat.HERMES, told.text("a"))
-    assert told.reason("a") is FinishReason.STOP
+    answers = run(engine, tokenizer, asked)
+    content, calls = read(ToolFormat.HERMES, answers.text("a"))
+    assert answers.reason("a") is FinishReason.STOP
     assert (content, len(calls)) == ("", 1)
     check_arguments(calls)

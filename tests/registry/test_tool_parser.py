@@ -1,4 +1,4 @@
-"""Tool calls out of a text, however it is cut."""
+"""Tool calls in a text, for any pieces of the text."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ formats = st.sampled_from(list(ToolFormat))
 
 
 class Read:
-    """What has come of a text, with pieces of the same kind joined."""
+    """Pieces of a parsed text, with pieces of the same kind joined."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self.content = ""
@@ -159,7 +159,7 @@ def call(name: str, arguments: str, key: str = "arguments") -> str:
         ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [["f", '{"a": "b']]),
         ('Hm <tool_call>{"name": "f", "argum', 'Hm <tool_call>{"name": "f", "argum', []),
         ("Hm <tool_c", "Hm <tool_c", []),
-        # Not quite JSON: what is there belongs to the arguments.
+        # Malformed JSON: its text belongs to the arguments.
         (
             '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call> x',
             "x",
@@ -187,8 +187,8 @@ def call(name: str, arguments: str, key: str = "arguments") -> str:
     ],
 )
 def test_hermes(text: str, content: str, calls: list[list[str]]) -> None:
-    told = read(HERMES, text)
-    assert (told.content, told.calls) == (content, calls)
+    parsed = read(HERMES, text)
+    assert (parsed.content, parsed.calls) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_hermes(text: str, content: str, calls: list[list[str]]) -> None:
     ],
 )
 def test_llama3(text: str, content: str, calls: list[list[str]]) -> None:
-    told = read(LLAMA3, text)
-    assert (told.content, told.calls) == (content, calls)
+    parsed = read(LLAMA3, text)
+    assert (parsed.content, parsed.calls) == (content, calls)
 
 
 @given(formats, texts, st.data())
@@ -234,12 +234,12 @@ def test_however_it_is_cut(tool_format: ToolFormat, text: str, data: st.DataObje
 
 @given(formats, texts)
 def test_what_has_come_out_is_never_taken_back(tool_format: ToolFormat, text: str) -> None:
-    told = read(tool_format, text)
+    parsed = read(tool_format, text)
     for end in range(len(text)):
         before = read(tool_format, text[:end], finish=False)
-        assert told.content.startswith(before.content)
-        assert told.order.startswith(before.order)
-        for early, late in zip(before.calls, told.calls, strict=False):
+        assert parsed.content.startswith(before.content)
+        assert parsed.order.startswith(before.order)
+        for early, late in zip(before.calls, parsed.calls, strict=False):
             assert early[0] == late[0]
             assert late[1].startswith(early[1])
 
@@ -299,11 +299,11 @@ def test_calls_come_back_as_they_were_made(
         text = f"{content}\n{text}"
     numbers = itertools.count()
     reader = ToolCallParser(tool_format, lambda: f"call-{next(numbers)}", tools)
-    told = Read([*(piece for one in text for piece in reader.push(one)), *reader.finish()])
-    assert told.content == content
-    assert [(name, json.loads(arguments)) for name, arguments in told.calls] == made
+    parsed = Read([*(piece for one in text for piece in reader.push(one)), *reader.finish()])
+    assert parsed.content == content
+    assert [(name, json.loads(arguments)) for name, arguments in parsed.calls] == made
     if tool_format not in KEYS:
-        assert told.calls == [list(one) for one in written]
+        assert parsed.calls == [list(one) for one in written]
 
 
 @given(formats, st.data())
@@ -313,9 +313,9 @@ def test_calls_that_are_cut_off_leak_nothing(tool_format: ToolFormat, data: st.D
     text = calls_as_text(calls, tool_format)
     end = data.draw(st.integers(0, len(text)))
     reader = parser(tool_format, must_call=True)
-    told = Read([*reader.push(text[:end]), *reader.finish()])
-    assert told.content == ""
-    assert {name for name, _ in told.calls} <= {"f-1"}
+    parsed = Read([*reader.push(text[:end]), *reader.finish()])
+    assert parsed.content == ""
+    assert {name for name, _ in parsed.calls} <= {"f-1"}
 
 
 @given(formats, st.data())
@@ -325,8 +325,8 @@ def test_a_cut_call_is_told_from_a_whole_one(tool_format: ToolFormat, data: st.D
     text = calls_as_text(calls, tool_format)
     end = data.draw(st.integers(0, len(text)))
     reader = parser(tool_format, must_call=True)
-    told = Read([*reader.push(text[:end]), *reader.finish(is_cut_off=True)])
-    *earlier, last = [arguments for _, arguments in told.calls] or ["{}"]
+    parsed = Read([*reader.push(text[:end]), *reader.finish(is_cut_off=True)])
+    *earlier, last = [arguments for _, arguments in parsed.calls] or ["{}"]
     assert all(isinstance(json.loads(one), dict) for one in earlier)
     assert reader.is_last_call_cut is (not _is_object(last))
     assert reader.is_cut_in_call >= reader.is_last_call_cut
@@ -370,8 +370,8 @@ def test_what_a_tag_begins_is_no_content_where_it_was_cut_off(
     for chunks in ([text], list(text)):
         reader = parser(tool_format)
         pieces = [piece for chunk in chunks for piece in reader.push(chunk)]
-        told = Read([*pieces, *reader.finish(is_cut_off=True)])
-        assert (told.content, told.calls) == (content, [])
+        parsed = Read([*pieces, *reader.finish(is_cut_off=True)])
+        assert (parsed.content, parsed.calls) == (content, [])
 
 
 def test_a_tag_that_a_model_ends_with_is_content() -> None:

@@ -1,4 +1,4 @@
-"""Tools in prompts: in templates that know them, and in plain text for those that do not."""
+"""Tools in prompts: by templates that know tools, and in plain text for other templates."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ FOREIGN = """\
 
 
 def test_the_format_is_as_the_template_shows_or_as_it_is_told() -> None:
-    def format_of(source: str, told: ToolFormat | None = None) -> ToolFormat:
-        return ChatTemplate(source, {}, tool_format=told).tool_format
+    def format_of(source: str, given: ToolFormat | None = None) -> ToolFormat:
+        return ChatTemplate(source, {}, tool_format=given).tool_format
 
     assert format_of(QWEN_LIKE) is ToolFormat.HERMES
     assert format_of(LLAMA_LIKE) is ToolFormat.LLAMA3
@@ -217,12 +217,12 @@ def test_the_name_of_the_tool_goes_with_its_result() -> None:
     assert text.endswith("weather/a now/b ")
 
 
-def test_in_plain_text_where_the_template_knows_no_tools() -> None:
+def test_tools_are_described_in_plain_text_where_the_template_knows_none() -> None:
     template = ChatTemplate(STRICT, {})
     system, rest = template.render(CHAT, [WEATHER, NOW]).split("[user]", 1)
     assert system.startswith("[system]You have tools.")
-    told = [json.loads(line) for line in system.split("\n") if line.startswith('{"name": "')][:2]
-    assert [tool["name"] for tool in told] == ["weather", "now"]
+    given = [json.loads(line) for line in system.split("\n") if line.startswith('{"name": "')][:2]
+    assert [tool["name"] for tool in given] == ["weather", "now"]
     assert "<tool_call>" in system
     assert rest == (
         "How is it?[assistant]I look.\n"
@@ -245,7 +245,9 @@ def test_the_system_s_own_words_come_first() -> None:
 
 
 @pytest.mark.parametrize("system", [[], [ChatMessage("system", "Be brief.")]])
-def test_in_the_question_where_there_can_be_no_system(system: list[ChatMessage]) -> None:
+def test_tools_are_described_in_the_question_where_no_system_message_is_allowed(
+    system: list[ChatMessage],
+) -> None:
     text = ChatTemplate("{% set no_system = true %}" + STRICT, {}).render([*system, ASKED], [NOW])
     words = "Be brief.\n\n" if system else ""
     assert text.startswith(f"[user]{words}You have tools.")

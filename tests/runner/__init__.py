@@ -1,1 +1,1 @@
-"""How the suite is run: which tests, in which order, what each costs, and what is run again."""
+"""Runner of the test suite: choice of tests, order, measured costs and reruns."""

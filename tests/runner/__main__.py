@@ -50,7 +50,8 @@ def _print_choice(chosen: dict[str, Chosen], *, explain: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Choose and run; the exit status of pytest, or 0 if nothing is to be run."""
+    """Choose and run the tests; return the exit status of pytest, or 0 if there is nothing to
+    run."""
     options = _parsed(arguments)
     try:
         change = change_since(options.base or default_base())

@@ -12,12 +12,12 @@ _SETTLED = "6 hours ago"
 
 
 class NoHistoryError(Exception):
-    """The checkout has no commit that the change could be told from."""
+    """Missing history: the checkout has no base commit for the change."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Paths that differ from a commit, relative to the repository's root."""
+    """Change: paths that differ from a commit, relative to the repository's root."""
 
     base: str
     paths: tuple[str, ...]
@@ -25,7 +25,7 @@ class Change:
 
 
 def git(*arguments: str, root: Path = ROOT) -> str:
-    """The output of a git command in the repository. Raises NoHistoryError if git fails."""
+    """Return the output of a git command in the repository. Raise NoHistoryError if git fails."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
@@ -36,11 +36,11 @@ def git(*arguments: str, root: Path = ROOT) -> str:
 
 
 def default_base(root: Path = ROOT) -> str:
-    """The commit at which the change began: where this branch left ``origin/main``, or else the
-    newest commit that is over six hours old.
+    """Return the base commit of the change: the commit at which this branch left ``origin/main``,
+    or else the newest commit that is over six hours old.
 
     A clone of the tested commit has left ``origin/main`` nowhere, so that its second rule holds.
-    Raises NoHistoryError for a shallow clone, a folder without git, or a younger repository.
+    Raise NoHistoryError for a shallow clone, a folder without git, or a younger repository.
     """
     if git("rev-parse", "--is-shallow-repository", root=root) == "true":
         raise NoHistoryError("The clone is shallow: it has no commit to compare with.")
@@ -58,8 +58,8 @@ def default_base(root: Path = ROOT) -> str:
 
 
 def change_since(base: str, root: Path = ROOT) -> Change:
-    """All that differs from ``base``: commits, the working tree and files that git does not track
-    yet. Raises NoHistoryError if there is no such commit."""
+    """Return all differences from ``base``: commits, the working tree and files that git does not
+    track yet. Raise NoHistoryError if there is no such commit."""
     base = git("rev-parse", "--verify", f"{base}^{{commit}}", root=root)
     changed = set(git("diff", "--name-only", "--no-renames", base, root=root).splitlines())
     changed |= set(git("ls-files", "--others", "--exclude-standard", root=root).splitlines())
@@ -68,7 +68,7 @@ def change_since(base: str, root: Path = ROOT) -> Change:
 
 
 def commit_hash(root: Path = ROOT) -> str | None:
-    """The hash of the commit that is checked out; None without git."""
+    """Return the hash of the commit that is checked out, or None without git."""
     try:
         return git("rev-parse", "HEAD", root=root)
     except NoHistoryError:

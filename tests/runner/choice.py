@@ -16,25 +16,27 @@ _ROOT_CONFTEST = "tests.conftest"  # every test runs in what it and its imports 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Why a test file was chosen. ``distance`` counts the imports between the change and it."""
+    """Chosen test file with its reason. ``distance`` counts the imports between the change and the
+    file."""
 
     reason: str
     distance: int
 
 
 def files_of_tests(root: Path = ROOT) -> list[str]:
-    """All test files of the repository, by their paths from its root."""
+    """Return all test files of the repository, by their paths from its root."""
     return sorted(path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py"))
 
 
 def _conftests(test_file: str) -> list[str]:
-    """The modules of the conftest files that pytest loads for a test file, but the outermost."""
+    """Return the modules of the conftest files that pytest loads for a test file, without the
+    outermost."""
     folders = test_file.split("/")[1:-1]
     return [".".join(("tests", *folders[: n + 1], "conftest")) for n in range(len(folders))]
 
 
 def _as_reason(chain: tuple[str, ...], changed: dict[str, str]) -> str:
-    """A chain of imports that begins with the path of the changed file."""
+    """Format a chain of imports that begins with the path of the changed file."""
     return " -> ".join((changed[chain[0]], *chain[1:]))
 
 
@@ -51,10 +53,10 @@ class Selector:
         return cls(ImportGraph.of_repository(root, deleted), files_of_tests(root))
 
     def affected(self, paths: Collection[str], *, exact: bool = False) -> dict[str, Chosen]:
-        """The test files that a change of these paths can affect.
+        """Return the test files that a change of these paths can affect.
 
-        ``exact`` leaves out what is chosen by caution only: the rules that select everything, and
-        tests that are always chosen.
+        ``exact`` leaves out files that are chosen by caution only: the rules that select
+        everything, and tests that are always chosen.
         """
         chosen: dict[str, Chosen] = {}
         changed: dict[str, str] = {}  # module: the path that it stands for
@@ -77,7 +79,7 @@ class Selector:
         return dict(sorted(chosen.items()))
 
     def _matching(self, target: str) -> list[str]:
-        """The modules of the Python files that a glob matches."""
+        """Return the modules of the Python files that a glob matches."""
         return [name for name, path in self._paths.items() if fnmatchcase(path, target)]
 
     def _choose(self, chosen: dict[str, Chosen], pattern: str, why: Chosen) -> None:

@@ -14,14 +14,14 @@ _UTIME = 11  # of the fields that follow the name of the process in /proc/PID/st
 
 
 class Seconds(NamedTuple):
-    """The time that a test, or all tests of a file, took."""
+    """Time of a test, or of all tests of a file."""
 
     cpu_s: float
     wall_s: float
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """The living descendants of a process, each after its parent."""
+    """Return the living descendants of a process, each after its parent."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         children = [
@@ -35,7 +35,8 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _ticks(pid: int) -> int:
-    """CPU time of a process and of its reaped children, in clock ticks; 0 once it is gone."""
+    """Return the CPU time of a process and of its reaped children, in clock ticks; 0 once it is
+    gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -44,14 +45,15 @@ def _ticks(pid: int) -> int:
 
 
 def tree_cpu_s() -> float:
-    """CPU seconds of this process and of all that it has started, living or reaped."""
+    """Return the CPU seconds of this process and of all processes that it started, living or
+    reaped."""
     own = os.times()
     living = sum(_ticks(pid) for pid in _descendants(os.getpid()))
     return sum(own[:4]) + living / _TICKS_PER_S
 
 
 class Meter:
-    """Measures from one mark to the next. A process that dies unreaped takes its time with it."""
+    """Meter of the time between marks. A process that dies unreaped takes its time with it."""
 
     def __init__(self) -> None:
         self._cpu_s = tree_cpu_s()
@@ -66,7 +68,7 @@ class Meter:
 
 
 def by_room(tests: dict[str, Seconds]) -> dict[str, Seconds]:
-    """The sums of a file's tests, by its path."""
+    """Return the sums of a file's tests, by its path."""
     rooms: dict[str, list[Seconds]] = defaultdict(list)
     for node_id, seconds in tests.items():
         rooms[node_id.split("::", 1)[0]].append(seconds)

@@ -26,7 +26,7 @@ _COMMAND = "millrace"  # ``python -m millrace``, and the installed script of the
 
 
 def module_name(path: str) -> str | None:
-    """The module of a Python file of the repository, by its path from the root; None for others."""
+    """Return the module of a Python file of the repository by its path from the root, or None."""
     if not path.endswith(".py") or path.split("/", 1)[0] not in _FOLDERS:
         return None
     parts = path.removesuffix(".py").split("/")
@@ -36,27 +36,27 @@ def module_name(path: str) -> str | None:
 
 
 def path_of(module: str) -> str:
-    """The path at which the module would be if it were a file, not a package."""
+    """Return the path at which the module would be if it were a file, not a package."""
     return module.removeprefix("millrace.").replace(".", "/") + ".py"
 
 
 @dataclass
 class Source:
-    """The modules that one file may load: imports, and names in its strings."""
+    """Imports and module names of one file: the modules that it may load."""
 
     imports: set[str] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
 
 
 def _last_name(node: ast.expr) -> str:
-    """The name, or the last part of a dotted name; empty for other expressions."""
+    """Return the name, or the last part of a dotted name; empty for other expressions."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the imports and module names of one file."""
+    """Collector of the imports and module names of one file."""
 
     def __init__(self, module: str, *, is_package: bool) -> None:
         self.source = Source()
@@ -91,7 +91,7 @@ class _Reader(ast.NodeVisitor):
             self.source.named |= {name for name in names if not _TOPIC.search(name)}
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A name whose end is computed stands for the package that it begins with."""
+        """Take the package at the beginning of a name whose end is computed."""
         beginning = node.values[0] if node.values else None
         if isinstance(beginning, ast.Constant) and len(node.values) > 1:
             package = _COMPUTED.fullmatch(str(beginning.value))
@@ -113,15 +113,15 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _find_command(self, words: list[ast.expr]) -> None:
-        """``-m millrace``, or the script ``millrace`` followed by its arguments."""
+        """Find ``-m millrace``, or the script ``millrace`` followed by its arguments."""
         for word, following in pairwise(words):
             is_command = isinstance(word, ast.Constant) and word.value in {"-m", "bin"}
             if is_command and isinstance(following, ast.Constant) and following.value == _COMMAND:
                 self.source.named.add(f"{_COMMAND}.__main__")
 
     def read(self, text: str) -> Source:
-        """The file's edges by name. Where it computes the names of modules that it loads, each
-        package that it imports counts whole."""
+        """Return the file's edges by name. A file that computes the names of loaded modules gets
+        each package that it imports as a whole."""
         self.visit(ast.parse(text))
         if self._computes_names:
             self.source.named |= self.source.imports
@@ -129,7 +129,8 @@ class _Reader(ast.NodeVisitor):
 
 
 def source_of(module: str, text: str, *, is_package: bool = False) -> Source:
-    """Read the modules that a module of this name and text may load. Raises SyntaxError."""
+    """Read the modules that a module of this name and text may load. Raise SyntaxError if it is
+    invalid."""
     return _Reader(module, is_package=is_package).read(text)
 
 
@@ -151,8 +152,8 @@ class ImportGraph:
 
     @classmethod
     def of_repository(cls, root: Path = ROOT, deleted: Iterable[str] = ()) -> ImportGraph:
-        """The graph of the files under ``root``. ``deleted`` are paths of files that are gone:
-        their importers still count."""
+        """Build the graph of the files under ``root``. ``deleted`` are paths of files that are
+        gone: their importers still count."""
         sources: dict[str, Source] = {}
         for path in python_files(*_FOLDERS, root=root):
             relative = path.relative_to(root).as_posix()
@@ -180,8 +181,8 @@ class ImportGraph:
             yield from self._inside.get(found, ())
 
     def _known(self, name: str) -> str | None:
-        """The longest beginning of a dotted name that is a module or a package. A top-level package
-        has to be the whole name."""
+        """Return the longest beginning of a dotted name that is a module or a package. A top-level
+        package must be the whole name."""
         while name not in self.modules and name not in self._inside:
             name = name.rpartition(".")[0]
             if "." not in name:
@@ -189,8 +190,8 @@ class ImportGraph:
         return name
 
     def affected(self, changed: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Every module that may load a changed one, with its shortest chain of imports: from the
-        changed module to itself."""
+        """Return every module that may load a changed one, with its shortest chain of imports: from
+        the changed module to itself."""
         chains: dict[str, tuple[str, ...]] = {name: (name,) for name in changed}
         waiting = deque(chains)
         while waiting:
@@ -203,7 +204,7 @@ class ImportGraph:
 
 
 def _packages_of(name: str) -> Iterator[str]:
-    """The packages around a module, the innermost first."""
+    """Return the packages around a module, the innermost first."""
     while name.count("."):
         name = name.rpartition(".")[0]
         yield name

@@ -1,7 +1,7 @@
-"""The times of each file of tests when the suite was last measured.
+"""Measured times of each file of tests.
 
 `make measure-tests` runs every test and writes the figures into ``measured.json``, with the name of
-the CPU. They order the files of a run, and say what a choice of tests will take.
+the CPU. They order the files of a run, and predict the time of a choice of tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE: Final = Path(__file__).with_name("measured.json")
 
 
 class Room(msgspec.Struct, array_like=True, frozen=True):
-    """All tests of one file."""
+    """Room: all tests of one file."""
 
     cpu_s: float
     wall_s: float
@@ -36,11 +36,11 @@ class Measured(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, file: Path = FILE) -> Measured:
-        """The figures in the file. Raises msgspec.DecodeError for a damaged one."""
+        """Read the figures in the file. Raise msgspec.DecodeError for a damaged one."""
         return msgspec.json.decode(file.read_bytes(), type=cls)
 
     def fast_cpu_s(self, files: Iterable[str]) -> float:
-        """CPU seconds of the fast tests of these files; a file that was not measured counts 0."""
+        """Return the CPU seconds of the fast tests of these files; an unmeasured file counts 0."""
         wanted = set(files) & self.rooms.keys()
         slow = (s for node_id, s in self.slow_test_s.items() if node_id.split("::")[0] in wanted)
         return sum(self.rooms[file].cpu_s for file in wanted) - sum(slow)
@@ -52,7 +52,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measured_run(tests: dict[str, Seconds], slow: set[str]) -> Measured:
-    """The figures of a run, by its tests' ids. ``slow`` are those of the slow tier."""
+    """Return the figures of a run by its tests' ids. ``slow`` are the ids of the slow tier."""
     numbers = dict.fromkeys(by_room(tests), 0)
     for node_id in tests:
         numbers[node_id.split("::", 1)[0]] += 1

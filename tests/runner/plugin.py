@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _tell_coverage(node_id: str) -> None:
-    """Have coverage record what is executed from now on as this test's, here and in processes that
+    """Have coverage record all code executed from now on as this test's, here and in processes that
     start later (see ``tests/runner/proof.py``)."""
     import coverage  # it takes 0.3 s, which other runs save
 
@@ -59,8 +59,8 @@ def _tell_coverage(node_id: str) -> None:
 
 
 class _Run:
-    """One run of the tests, in each of its processes. The first process of pytest-xdist runs no
-    test: it decides once, and gathers what the others measured."""
+    """Run of the tests, in each of its processes. The first process of pytest-xdist runs no test:
+    it decides once, and gathers the measurements of the others."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -131,7 +131,7 @@ class _Run:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take what a process of pytest-xdist measured. One that crashed leaves nothing."""
+        """Take the measurements of a process of pytest-xdist; a crashed process has none."""
         run = getattr(node, "workeroutput", {}).get("run")
         if run is not None:
             self._times |= {node_id: Seconds(*seconds) for node_id, seconds in run["times"].items()}

@@ -57,15 +57,15 @@ def _say(line: str) -> None:
 
 @dataclass
 class Executed:
-    """The code that tests executed: for each path from the root, the arcs between its lines, and
-    the ids of the tests that took each arc. The empty id stands for imports at collection."""
+    """Executed code: for each path from the root, the arcs between its lines, and the ids of the
+    tests that took each arc. The empty id stands for imports at collection."""
 
     arcs: dict[str, dict[tuple[int, int], set[str]]]
 
     @classmethod
     def read(cls, folder: Path) -> Executed:
-        """The union of all files of data in a folder. A process that is killed while it writes
-        leaves a damaged file: it is named and left out."""
+        """Return the union of all files of data in a folder. A process that is killed while it
+        writes leaves a damaged file, which is named and left out."""
         arcs: dict[str, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
         for file in sorted(folder.glob("coverage.*")):
             try:
@@ -76,7 +76,7 @@ class Executed:
         return cls(arcs)
 
     def tests_of(self, path: str, lines: Iterable[int]) -> set[str]:
-        """The tests that executed one of these lines of a file."""
+        """Return the tests that executed one of these lines of a file."""
         wanted = set(lines)
         found: set[str] = set()
         for (begin, end), tests in self.arcs.get(path, {}).items():
@@ -86,7 +86,7 @@ class Executed:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str, int, int]]:
-    """Path, context and arc of each row of one of coverage's files."""
+    """Yield path, context and arc of each row of one of coverage's files."""
     with sqlite3.connect(file) as connection:
         yield from connection.execute(
             "SELECT file.path, context.context, arc.fromno, arc.tono FROM arc "
@@ -96,8 +96,8 @@ def _rows(file: Path) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _statement_lines(text: str) -> dict[int, int]:
-    """For each line of a file, the first line of the innermost statement around it: the line that
-    coverage records."""
+    """Map each line of a file to the line that coverage records: the first line of the innermost
+    statement around it."""
     first: dict[int, int] = {}
     for node in ast.walk(ast.parse(text)):  # outer statements come before inner ones
         if isinstance(node, ast.stmt):
@@ -107,8 +107,8 @@ def _statement_lines(text: str) -> dict[int, int]:
 
 
 def _changed_lines(commit: str, path: str) -> set[int]:
-    """The lines of today's file that this commit wrote, each by the first line of its statement.
-    Coverage has lines of Python files only."""
+    """Return the lines of today's file that this commit wrote, each by the first line of its
+    statement. Coverage has lines of Python files only."""
     if not path.endswith(".py") or not (ROOT / path).is_file():
         return set()
     blamed = git("blame", "-l", "-s", f"{commit}^..HEAD", "--", path)
@@ -122,7 +122,7 @@ def _changed_lines(commit: str, path: str) -> set[int]:
 
 
 def _code_commits(number: int, newest: str) -> list[str]:
-    """The last commits that changed files of code, from ``newest`` back; merges left out."""
+    """Return the last commits that changed files of code, from ``newest`` back, without merges."""
     found = []
     for commit in git("rev-list", "--no-merges", newest).splitlines():
         paths = _paths_of(commit)
@@ -144,8 +144,8 @@ def _file(node_id: str) -> str:
 
 
 def replay_commits(executed: Executed, number: int, newest: str) -> int:
-    """Print, for each commit, how many test files executed its lines and how many are chosen; the
-    number of files that were missed."""
+    """Print, for each commit, the numbers of test files that executed its lines and that are
+    chosen; return the number of missed files."""
     selector, measured = Selector.of_repository(), Measured.read()
     misses, seconds = 0, []
     for commit in _code_commits(number, newest):
@@ -174,7 +174,7 @@ def replay_commits(executed: Executed, number: int, newest: str) -> int:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text of a file that is replaced by another."""
+    """Replacement of a text in a file by another."""
 
     path: str
     line: int
@@ -184,7 +184,8 @@ class Mutation:
 
 
 def _mutations(path: str, lines: set[int]) -> Iterator[Mutation]:
-    """Comparisons turned round, results that become None, and numbers one too large."""
+    """Yield mutations: reversed comparisons, results that become None, and numbers one too
+    large."""
     source = (ROOT / path).read_text()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -213,8 +214,8 @@ def _mutations(path: str, lines: set[int]) -> Iterator[Mutation]:
 
 
 def try_mutations(executed: Executed, number: int, newest: str, seed: int, most_tests: int) -> int:
-    """Break functions that the last commits changed, one at a time, in this checkout; the number of
-    failed tests that were not chosen. The files are put back."""
+    """Break functions that the last commits changed, one at a time, in this checkout; return the
+    number of failed tests that were not chosen. The files are restored."""
     selector, draw = Selector.of_repository(), random.Random(seed)
     found: list[Mutation] = []
     for commit in _code_commits(60, newest):
@@ -239,7 +240,7 @@ def try_mutations(executed: Executed, number: int, newest: str, seed: int, most_
 
 
 def _failing(mutation: Mutation, tests: list[str]) -> list[str]:
-    """Those of the tests that fail with the mutation."""
+    """Return the tests that fail with the mutation."""
     file = ROOT / mutation.path
     original = file.read_bytes()
     file.write_bytes(original[: mutation.begin] + mutation.text.encode() + original[mutation.end :])
@@ -272,7 +273,7 @@ def compare_tiers(executed: Executed, slow: set[str]) -> None:
 
 
 def _covered(data: CoverageData) -> tuple[float, float]:
-    """The shares of lines and of branches of our packages that were executed."""
+    """Return the shares of lines and of branches of our packages that were executed."""
     cover = Coverage(data_file=None, branch=True, config_file=False)
     cover.get_data().update(data)
     counts = [0, 0, 0, 0]
@@ -287,7 +288,7 @@ def _covered(data: CoverageData) -> tuple[float, float]:
 
 
 def measure(data: Path, options: list[str]) -> int:
-    """Run every test under coverage; pytest's exit status."""
+    """Run every test under coverage; return pytest's exit status."""
     data.mkdir(parents=True, exist_ok=True)
     config = data / "coveragerc"
     config.write_text(_CONFIG.format(root=ROOT, data=data.resolve()))
@@ -297,7 +298,7 @@ def measure(data: Path, options: list[str]) -> int:
 
 
 def main() -> int:
-    """0 if nothing was missed."""
+    """Run a command; return 0 if nothing was missed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.runner.proof", description=(__doc__ or "").split("\n", 1)[0]
     )

@@ -21,14 +21,15 @@ MOST_FLAKY = 3
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Leave word of how the run ended; ``tests/conftest.py`` hands this hook to pytest."""
+    """Store how the run ended; ``tests/conftest.py`` hands this hook to pytest."""
     cache = getattr(session.config, "cache", None)
     if cache is not None and not hasattr(session.config, "workerinput"):
         cache.set(EXIT_STATUS_KEY, int(exitstatus))
 
 
 def failed_tests(cache: Path) -> list[str] | None:
-    """The node ids that failed in the last run; None unless it ran to its end and some did."""
+    """Return the node ids that failed in the last run, or None unless it ran to its end and some
+    failed."""
     try:
         status = json.loads((cache / EXIT_STATUS_KEY).read_text())
         failed = json.loads((cache / "cache" / "lastfailed").read_text())
@@ -38,7 +39,7 @@ def failed_tests(cache: Path) -> list[str] | None:
 
 
 def passes_alone(node_id: str) -> bool:
-    """Whether the test passes in a process of its own."""
+    """Return whether the test passes in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", node_id]
     return subprocess.run(command, check=False).returncode == pytest.ExitCode.OK
 
@@ -49,7 +50,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """0 if each failed test passes now and they are few, else 1."""
+    """Run the failed tests again; return 0 if they are few and all pass alone, else 1."""
     failed = failed_tests(CACHE)
     if failed is None:
         _say("The tests did not run to their end: nothing is run again.")

@@ -1,8 +1,9 @@
-"""Which tests share a process when several run them, and which begin first.
+"""Assignment of tests to processes, and the order in which tests begin.
 
 A file's tests stay together, since its fixtures are made once for each process. Tests of whole
 systems stay together too: they share one system, and two of them at a time would be too many for a
-small machine. Where each test of a file is long and needs nothing of the others, each goes alone.
+small machine. Files of long tests without shared fixtures are split: each of their tests goes
+alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ALONE = ("tests/engine/models/test_random_checkpoints.py",)
 
 
 def room_of(node_id: str) -> str:
-    """Return the name of the room: of the tests that one process runs one after the other."""
+    """Return the name of the room: the tests that one process runs one after the other."""
     if node_id.startswith(_SYSTEMS):
         return _SYSTEMS
     if node_id.startswith(_ALONE):
@@ -37,9 +38,8 @@ def refuse_namesakes(items: list[pytest.Item]) -> None:
 
 
 def longest_first(items: list[pytest.Item], measured: Measured) -> list[pytest.Item]:
-    """Systems, which wait more than they compute, then the rooms that took longest when they were
-    measured, then large ones, so that no process is left with a long room when the others are
-    done."""
+    """Order rooms: first systems, which wait more than they compute, then the longest measured
+    rooms, then large ones, so that no process has a long room left at the end."""
     rooms: dict[str, list[pytest.Item]] = {}
     for item in items:
         rooms.setdefault(room_of(item.nodeid), []).append(item)

@@ -1,4 +1,4 @@
-"""Which tests of the slow tier a run takes.
+"""Choice of the slow tier's tests for a run.
 
 The fast tier is every test without the marker ``slow``. `make test` takes the fast tier, slow tests
 in the import closure of the change, and a tenth of the other slow tests, which differs from commit
@@ -24,7 +24,7 @@ _UNMEASURED_S = 10.0
 
 @dataclass(frozen=True)
 class SlowShare:
-    """The choice of slow tests as plain data, which pytest-xdist hands to its processes."""
+    """Choice of slow tests as plain data, which pytest-xdist hands to its processes."""
 
     share: int
     """Slow tests of this one of ten shares run."""
@@ -33,8 +33,8 @@ class SlowShare:
 
     @classmethod
     def of_checkout(cls, base: str | None = None) -> SlowShare:
-        """The share of the commit that is checked out, and the test files that the change since
-        ``base`` affects. Without history, no test counts as affected. Raises UsageError for a
+        """Return the share of the commit that is checked out, and the test files that the change
+        since ``base`` affects. Without history, no test counts as affected. Raise UsageError for a
         ``base`` that is no commit."""
         digest = commit_hash()
         share = int(digest, 16) % SHARES if digest else 0
@@ -49,13 +49,13 @@ class SlowShare:
 
 
 def share_of(node_id: str) -> int:
-    """Which of the ten shares a slow test belongs to: the same on every machine."""
+    """Return a slow test's share, one of ten, which is the same on every machine."""
     return int(hashlib.sha256(node_id.encode()).hexdigest(), 16) % SHARES
 
 
 def slow_reason(item: pytest.Item) -> str | None:
-    """Why a test is in the slow tier; None for a fast one. Raises UsageError if a marker has no
-    reason."""
+    """Return the reason why a test is in the slow tier, or None for a fast test. Raise UsageError
+    if a marker has no reason."""
     marker = item.get_closest_marker("slow")
     if marker is None:
         return None
@@ -66,8 +66,8 @@ def slow_reason(item: pytest.Item) -> str | None:
 
 
 def taken(slow: Iterable[str], share: SlowShare, measured: Measured) -> set[str]:
-    """The slow tests to run, of those with these ids: the most affected ones, up to four minutes of
-    measured CPU time, and those of the commit's share."""
+    """Return the slow tests to run, out of these ids: the most affected ones, up to four minutes of
+    measured CPU time, and the commit's share."""
     chosen = {node_id for node_id in slow if share_of(node_id) == share.share}
 
     def rank(node_id: str) -> tuple[int, str]:

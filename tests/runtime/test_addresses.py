@@ -1,4 +1,4 @@
-"""The shell's proxies: never for our own addresses, nor for loopback."""
+"""Proxies of the shell: unused for our own addresses and for loopback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b'{"status": "ok"}')
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base's name)
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Since when conditions hold, and when that is an alert."""
+"""Start times of conditions, and the alerts that they become."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def states(watch: AlertWatch) -> dict[str, AlertState]:
     return {alert.subject: alert.state for alert in watch.alerts()}
 
 
-async def test_it_fires_when_it_has_held_for_as_long_as_its_rule_says() -> None:
+async def test_alert_fires_when_its_condition_has_held_for_the_rule_s_time() -> None:
     clock = ManualClock()
     begin_s = clock.now_ns() / 1e9
     watch = AlertWatch(clock)
@@ -48,7 +48,7 @@ async def test_it_fires_when_it_has_held_for_as_long_as_its_rule_says() -> None:
     assert watch.alerts() == []
 
 
-def test_a_bound_of_ones_own_and_what_nobody_can_tell() -> None:
+def test_alert_with_its_own_bound_and_unknown_alert() -> None:
     known = AlertCondition(name="MillraceFirstTokensLate", value=0.5, holds=True, bound=0.144)
     alert = alert_of(known, since_s=100.0, now_s=100.0)
     assert (alert.state, alert.bound, alert.since_s) == (AlertState.FIRING, 0.144, 100.0)

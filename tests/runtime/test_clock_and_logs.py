@@ -1,4 +1,4 @@
-"""Time that tests move, and logs that are one JSON object a line."""
+"""Clock that tests move, and logs of one JSON object a line."""
 
 from __future__ import annotations
 
@@ -128,17 +128,17 @@ def test_what_an_exception_quotes_is_not_logged(
         tokenise(prompt)
     except ExceptionGroup as error:
         logging.getLogger("gateway.test").exception("it failed")
-        # As the event loop tells of a task that nobody waited for.
-        told = {"message": "never retrieved", "future": repr(error), "exception": error}
+        # As the event loop reports a task that was never awaited.
+        context = {"message": "never retrieved", "future": repr(error), "exception": error}
         loop = asyncio.new_event_loop()
-        loop.default_exception_handler(told)
+        loop.default_exception_handler(context)
         loop.close()
     shown = capsys.readouterr().err
     assert prompt not in shown
-    logged, told_by_loop = (json.loads(line) for line in shown.splitlines())
-    assert told_by_loop["message"] == "never retrieved"
+    logged, logged_by_loop = (json.loads(line) for line in shown.splitlines())
+    assert logged_by_loop["message"] == "never retrieved"
     first = logged["exception"]
-    assert first == told_by_loop["exception"]
+    assert first == logged_by_loop["exception"]
     assert "in tokenise" in first
     assert [word for word in first.splitlines() if not word.startswith(" ")] == [
         "Traceback (most recent call last):",

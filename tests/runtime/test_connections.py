@@ -1,4 +1,4 @@
-"""One type of error of connections, and what becomes of Redis when its library breaks."""
+"""Connection errors of one type, and links to Redis after an undocumented error of its library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAUSE_S = 1.1
 
 
 class DocumentedError(Exception):
-    """What a library says that it raises."""
+    """Error that a library documents."""
 
 
 @each_broken

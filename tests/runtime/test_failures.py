@@ -1,4 +1,4 @@
-"""Failures of long-lived tasks: counted, started again, and at last the end of the process."""
+"""Failures of long-lived tasks: counted, restarted, and at last the end of the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class Noted:
-    """Failures on a clock, of which it is known whether they gave up."""
+    """Failures on a manual clock, with a note of whether they gave up."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -67,7 +67,7 @@ async def test_five_unforeseen_failures_in_a_minute_are_the_end() -> None:
         ExceptionGroup("", [OSError("away"), ExceptionGroup("", [KeyError("x")])]),
     ],
 )
-async def test_what_is_foreseen_is_never_the_end(error: Exception) -> None:
+async def test_foreseen_failures_never_end_a_part(error: Exception) -> None:
     noted = Noted()
     run = keep_running("loop", lambda: fail_on(error), noted.clock, foreseen=(KeyError,))
     task = asyncio.create_task(run)
@@ -136,7 +136,7 @@ async def test_a_part_that_cannot_start_or_says_why_it_ends_is_over(
     assert caught.value is error
 
 
-async def test_they_are_shown() -> None:
+async def test_failures_are_shown_by_health_and_metrics() -> None:
     async with monitored("worker", MetricsConfig(port=0)) as monitor:
         monitor.trouble = lambda: ""
         assert failures() is monitor.failures

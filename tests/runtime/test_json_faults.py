@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs are told as such, wherever JSON is read."""
+"""Halves of surrogate pairs in JSON, and their error messages."""
 
 from __future__ import annotations
 

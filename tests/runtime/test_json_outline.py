@@ -1,4 +1,4 @@
-"""Large bodies that are all structure are refused by their numbers."""
+"""Outline of JSON bodies: the numbers of their parts are limited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_too_much_is_refused(name: str, value: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
-def test_so_is_a_job_with_too_much(fields: dict[str, Any], encode: Any) -> None:
+def test_job_with_too_much_is_refused(fields: dict[str, Any], encode: Any) -> None:
     payload = encode(Job(request_id="r", model="m", **fields))
     with pytest.raises(ParameterError, match="at most"):
         check_outline(payload, is_json=encode is msgspec.json.encode)
@@ -54,7 +54,7 @@ def test_so_is_a_job_with_too_much(fields: dict[str, Any], encode: Any) -> None:
         [1] * 200_000,
     ],
 )
-def test_what_may_be_is_left_alone(body: Any) -> None:
+def test_bodies_within_the_limits_are_left_alone(body: Any) -> None:
     check_outline(json.dumps(body).encode())
     check_outline(json.dumps(body).encode()[:-1])
     check_outline(msgspec.msgpack.encode(body), is_json=False)

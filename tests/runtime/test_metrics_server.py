@@ -1,4 +1,4 @@
-"""The little server of /metrics and /healthz, on real sockets."""
+"""HTTP server of /metrics and /healthz, on real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several pieces of work come to."""
+"""Outcomes of several pieces of work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_each_work_has_its_outcome(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_who_is_cancelled_cancels_the_works(count: int) -> None:
+async def test_cancelled_caller_cancels_the_works(count: int) -> None:
     cancelled = 0
 
     async def wait() -> None:

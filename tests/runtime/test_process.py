@@ -1,4 +1,4 @@
-"""How the process of a part ends."""
+"""End of a part's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes end, in words and as the causes of lost workers."""
+"""Ends of processes, in words and as causes of lost workers."""
 
 from __future__ import annotations
 

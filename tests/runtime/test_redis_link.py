@@ -1,4 +1,4 @@
-"""The link to Redis: a command that cannot be sent or is refused is its caller's trouble only."""
+"""Link to Redis: an unsent or refused command fails for its caller only."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ async def test_a_connection_that_the_server_closed_is_made_anew_unseen(
     assert not caplog.records
 
 
-async def test_a_late_reply_is_nobodys(link: RedisLink, redis_server: RedisServer) -> None:
+async def test_late_reply_is_dropped(link: RedisLink, redis_server: RedisServer) -> None:
     await link.call("SET", "a", "b")
     client = Redis.from_url(redis_server.url)
     await client.client_pause(600)
     with pytest.raises(RedisUnreachableError):
         await link.call("GET", "a")
     with pytest.raises(RedisUnreachableError):
-        await link.call("INCR", "number")  # nobody tries again for a second
+        await link.call("INCR", "number")  # the link does not try again for a second
     await client.client_unpause()
     await client.aclose()
 
@@ -125,7 +125,7 @@ async def test_a_late_reply_is_nobodys(link: RedisLink, redis_server: RedisServe
     await eventually(is_back, 10.0, "Redis is asked again")
 
 
-async def test_who_stood_still_itself_takes_nobody_for_silent(
+async def test_process_that_stood_still_does_not_take_the_server_for_silent(
     link: RedisLink, redis_server: RedisServer
 ) -> None:
     """A machine that pauses, or has no CPU time to give, stops both ends."""
@@ -143,9 +143,9 @@ async def test_who_stood_still_itself_takes_nobody_for_silent(
     assert await reading == b"b"
 
 
-async def test_what_is_no_redis_is_parted_with() -> None:
+async def test_connection_to_another_server_than_redis_is_closed() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Whatever redis-py says first is acknowledged; then comes something else.
+        # The first commands of redis-py are acknowledged; the next reply is no Redis reply.
         while data := await reader.read(4_096):
             packed = data.count(b"CLIENT") or data.count(b"SELECT")
             writer.write(b"+OK\r\n" * packed if packed else b"HTTP/1.1 400 Bad Request\r\n")

@@ -1,4 +1,5 @@
-"""Redis's protocol: what is packed is what a server reads, and replies come whole in any pieces."""
+"""Redis's protocol: packed commands are readable for a server, and replies come whole in any
+pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to a real Redis with TLS, users and sentinels."""
+"""Connections to a real Redis with TLS, users and sentinels."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_sentinels_name_the_master_and_the_next_one(tmp_path: Path) -> Non
             await link.close()
 
 
-async def test_one_that_is_away_keeps_nobody_from_starting(
+async def test_unreachable_redis_prevents_no_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)

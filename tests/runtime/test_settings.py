@@ -180,7 +180,7 @@ def test_values_from_files(tmp_path: Path) -> None:
 
 
 def test_every_setting_may_come_from_a_file(tmp_path: Path) -> None:
-    """Each is read, whatever it then makes of its text."""
+    """The file of every setting is read before its text is parsed."""
     nowhere = str(tmp_path / "nowhere")
     for name in _settings(Config):
         variable = f"MILLRACE_{name.upper().replace('.', '__')}_FILE"

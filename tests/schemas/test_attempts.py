@@ -1,4 +1,4 @@
-"""The attempts of a request are written and read under their former name, too, in this version."""
+"""Attempts of a request, which this version also writes and reads under their former name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a beam search, and what cannot be asked beside it."""
+"""Fields of a beam search, and fields that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences for a prompt that is too long, as clients' regular expressions read them."""
+"""Messages for a prompt that is too long, as clients' regular expressions parse them."""
 
 from __future__ import annotations
 

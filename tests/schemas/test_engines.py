@@ -1,4 +1,4 @@
-"""What engines of others refuse, and the field that the refusal names."""
+"""Refusals of engines that are not our own, and the field that a refusal names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.schemas.sampling import SamplingOptions
 
 
 def test_an_engine_without_embeddings_names_the_model() -> None:
-    """Who asks for an embedding need not have said how it is pooled."""
+    """A request for an embedding need not set the pooling."""
     with pytest.raises(ParameterError) as refused:
         check_supported(SamplingOptions(), Pooling.LAST, EngineKind.OPENAI)
     assert refused.value.param == "model"

@@ -1,5 +1,5 @@
-"""A fact on a frame is declared in ``schemas/frames.py``. These tests name each place that forgets
-it: what makes it, what keeps it with a stored result, what reads it."""
+"""Fields of frames, declared in ``schemas/frames.py``. These tests name each place that lacks a
+field: its maker, the stored result, its reader."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ WITHOUT_WORKER = {"num_tokens"}
 
 
 def unset(struct: msgspec.Struct) -> set[str]:
-    """The fields of a struct that have their defaults, or nothing."""
+    """Return the fields of a struct that have their defaults, or nothing."""
     fields = msgspec.structs.fields(struct)
     return {one.name for one in fields if not getattr(struct, one.name) and one.name != "epoch"}
 
@@ -155,13 +155,13 @@ def test_a_reader_knows_every_kind_of_frame() -> None:
 
 
 def _least(kind: type[msgspec.Struct]) -> Any:
-    """A frame of its required fields alone."""
+    """Return a frame of its required fields alone."""
     required = [one for one in msgspec.structs.fields(kind) if one.required]
     return kind(**{one.name: one.type() for one in required})
 
 
 def test_every_fact_is_made_and_read() -> None:
-    """Each field is named where frames are made, and read where they are shown."""
+    """Every field is named where frames are made, and read where they are shown."""
     made: set[str] = set()
     for path in python_files("workers", "scheduler"):
         for node in ast.walk(ast.parse(path.read_text())):

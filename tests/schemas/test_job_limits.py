@@ -1,4 +1,4 @@
-"""A job's fields have bounds, which each of them is refused beyond by name."""
+"""Bounds of a job's fields: a value out of bounds is refused by name."""
 
 from __future__ import annotations
 

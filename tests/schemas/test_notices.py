@@ -1,4 +1,4 @@
-"""What a notice looks like in a header, and how many an answer may have."""
+"""Notices as header fields, and their number in an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_header_names_the_field_and_what_is_left_out() -> None:
 
 
 @given(st.text(), st.text())
-def test_whatever_a_request_holds_the_header_is_one_line_of_ascii(param: str, detail: str) -> None:
+def test_header_is_one_line_of_ascii_for_any_request(param: str, detail: str) -> None:
     value = header_value((notice(NoticeCode.TOOL_LEFT_OUT, param, detail),))
     assert all(0x20 <= byte <= 0x7E for byte in value)
     assert len(value) < 5 * MAX_NOTICE_CHARACTERS

@@ -74,7 +74,7 @@ def test_each_range_is_kept(name: str) -> None:
 
 
 def test_each_field_is_taken_or_refused_by_each_engine() -> None:
-    """A field that is new is refused by an engine until its dialect sends it."""
+    """An engine refuses a new field until its dialect sends it."""
     refused = frozenset[str]().union(*(promises.unsupported for promises in PROMISES.values()))
     of_some = {name for name, traits in SAMPLING_FIELDS.items() if not traits.of_every_engine}
     assert of_some <= refused

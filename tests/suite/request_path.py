@@ -65,14 +65,14 @@ _NOT_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp
 
 
 class Function(NamedTuple):
-    """A function of ours; ``file`` is below the repository's root."""
+    """Function of ours; ``file`` is below the repository's root."""
 
     file: str
     name: str
 
 
 class Recorder:
-    """Notes every Python function that any thread enters while ``code`` is a set."""
+    """Recorder of every Python function that any thread enters while ``code`` is a set."""
 
     def __init__(self) -> None:
         self.codes: set[CodeType] | None = None
@@ -83,13 +83,13 @@ class Recorder:
         sys.setprofile(self._on_event)
 
     def remove(self) -> None:
-        """Watch no further. Threads that were started go on unrecorded."""
+        """Stop watching. Running threads go on unrecorded."""
         self.codes = None
         sys.setprofile(None)
         threading.setprofile(None)
 
     def take(self) -> set[Function]:
-        """Stop recording; the functions of ours that were entered."""
+        """Stop recording, and return the functions of ours that were entered."""
         codes, self.codes = self.codes or set(), None
         return set(_ours(codes))
 
@@ -111,7 +111,7 @@ def _ours(codes: Iterable[CodeType]) -> Iterable[Function]:
 
 
 class _EngineThread:
-    """Stands in for the engine's process: runs the same loop in a thread."""
+    """Stand-in for the engine's process: a thread with the same loop."""
 
     pid = 0
 
@@ -130,7 +130,7 @@ class _EngineThread:
         return 0
 
     def kill(self) -> None:
-        """The thread ends by itself, when its socket is closed."""
+        """Do nothing: the thread ends by itself, when its socket is closed."""
 
 
 async def _start_thread(*_command: str, pass_fds: tuple[int, ...], **_options: Any) -> Any:
@@ -150,7 +150,7 @@ async def _start_engine(model: ServedModel) -> EngineClient:
 
 @asynccontextmanager
 async def _system(model: ServedModel) -> AsyncIterator[str]:
-    """All parts, until the block ends; the gateway's URL."""
+    """Run all parts until the block ends, and yield the gateway's URL."""
     broker, clock, index = MemoryBroker(), SystemClock(), WorkersIndex()
     catalogue = ModelCatalogue([MODEL], lambda _name: model)
     scheduler = Scheduler(
@@ -185,7 +185,7 @@ async def _system(model: ServedModel) -> AsyncIterator[str]:
 
 
 async def _ask(http: httpx.AsyncClient, text: str) -> None:
-    """A streamed chat completion, read to its last event."""
+    """Send a streamed chat completion, and read it to its last event."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -213,7 +213,7 @@ async def _record(recorder: Recorder, model: ServedModel) -> set[Function]:
 
 
 def functions_of_a_request() -> set[Function]:
-    """The functions of ours that run for one chat request and not without."""
+    """Return the functions of ours that run for one chat request and not without."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         catalogue = load_catalogue(str(write_catalogue(Path(folder), MODEL, "enterprise")))
@@ -228,7 +228,7 @@ def functions_of_a_request() -> set[Function]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the counts of each package; with ``--functions`` what they count."""
+    """Print the counts of each package; with ``--functions`` print the functions, too."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.suite.request_path",
         description="Count our files and functions on the way of one chat request.",
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def files_naming(setting: str) -> list[str]:
-    """The Python files of our packages that name a setting."""
+    """Return the Python files of our packages that name a setting."""
     command = ["git", "grep", "--files-with-matches", "--word-regexp", setting, "--"]
     folders = [f"{package}/*.py" for package in PACKAGES]
     done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True)
@@ -256,7 +256,7 @@ def files_naming(setting: str) -> list[str]:
 
 
 def report(functions: list[Function], *, names: bool = False) -> str:
-    """A table of packages, their files and their functions."""
+    """Return a table of packages, their files and their functions."""
     lines = []
     for package in PACKAGES:
         of_package = [one for one in functions if one.file.startswith(f"{package}/")]

@@ -1,4 +1,4 @@
-"""One noun, one meaning: no two packages have a public class of one name."""
+"""Names of public classes: no two packages share one."""
 
 from __future__ import annotations
 

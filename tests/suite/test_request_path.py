@@ -1,4 +1,4 @@
-"""One chat request does not pass more files and functions than it did."""
+"""Path of a chat request: the number of its files and functions does not grow."""
 
 from __future__ import annotations
 

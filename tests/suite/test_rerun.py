@@ -1,4 +1,4 @@
-"""What becomes of a red run: one more try for the few tests that failed, and for nothing else."""
+"""Rerun of a few failed tests after a red run, and of nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes are given to run."""
+"""Scheduling of tests over several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test files that a change selects: by imports, by names in strings, and by the table."""
+"""Selection of test files by a change: by imports, by names in strings, and by the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.repository import ROOT
 
 
 def _graph(**files: str) -> ImportGraph:
-    """A graph of modules by their names, with ``_0_`` for dots."""
+    """Return a graph of modules by their names, with ``_0_`` for dots."""
     named = {name.replace("_0_", "."): text for name, text in files.items()}
     return ImportGraph({name: source_of(name, text) for name, text in named.items()})
 
@@ -245,7 +245,7 @@ def test_a_change_is_of_commits_the_working_tree_and_new_files(tmp_path: Path) -
 
 
 def _have_changed(monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
-    """The command finds that these paths have changed, in the graph that is read already."""
+    """Make the command find that these paths have changed, in a graph that is read already."""
     monkeypatch.setattr(command, "change_since", lambda _: Change("0" * 40, paths, ()))
     monkeypatch.setattr(Selector, "of_repository", lambda _: _selector())
 

@@ -13,7 +13,7 @@ from tests.support.repository import ROOT
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose environment is ready, as far as ``make`` looks at it."""
+    """Return a checkout with a ready environment, as far as ``make`` looks at it."""
     made = tmp_path / "first"
     scripts = made / ".venv" / "bin"
     scripts.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How the code is laid out: no import runs in a circle, and every package has a docstring."""
+"""Structure of the code: no import runs in a circle, and every package has a docstring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(source: str, modules: set[str]) -> set[str]:
-    """Those of ``modules`` that a file imports anywhere, be it for type checkers only."""
+    """Return the ``modules`` that a file imports anywhere, even for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -31,7 +31,7 @@ def imported(source: str, modules: set[str]) -> set[str]:
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """Modules, given by name with their text, each of which imports the one before it."""
+    """Find modules, given by name with their text, each of which imports the one before it."""
     graph = {name: imported(text, sources.keys() - {name}) for name, text in sources.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -57,8 +57,8 @@ def test_no_import_runs_in_a_circle(package: str) -> None:
 
 
 def named_bare(source: str) -> list[str]:
-    """Texts that name a module of ours without the package that is installed, where something is
-    looked up by such a name: in a checkout that may work."""
+    """Find texts that name a module of ours without the installed package, in places that look up
+    modules by name. In a checkout such a name may work."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     found = []
     for call in calls:

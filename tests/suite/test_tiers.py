@@ -1,4 +1,4 @@
-"""Which slow tests a run takes, and what a run says of its tests."""
+"""Choice of a run's slow tests, and the run's report."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_fast_tier_alone(tmp_path: Path) -> None:
 def test_a_share_of_the_slow_tests_is_the_same_in_all_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
-    """In a checkout without git, it is the first share."""
+    """A checkout without git takes the first share."""
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
     options = ("--slow", "some", "-n", processes, "--cpu-times")
     done = _run(tmp_path, _PROJECT, *options)

@@ -1,4 +1,4 @@
-"""A collector of traces as small as can be: OTLP over HTTP, kept in memory."""
+"""Minimal collector of traces: OTLP over HTTP, kept in memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 
 @dataclass(frozen=True)
-class Told:
-    """A span as it arrived. ``parent_id`` is empty for the first of a trace; ``links`` are
-    (trace, span)."""
+class ReceivedSpan:
+    """Received span. ``parent_id`` is empty for the first of a trace; ``links`` are (trace,
+    span)."""
 
     service: str
     instance: str
@@ -36,7 +36,8 @@ class Told:
 
 
 class Collector:
-    """Runs in a thread of its own. ``status`` is what it answers; ``gate`` holds its answers."""
+    """Collector in a thread of its own. ``status`` is the status of its answers; ``gate`` holds
+    them."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -45,7 +46,7 @@ class Collector:
         self.gate.set()
         self.bodies: list[bytes] = []
         self.resources: list[dict[str, Any]] = []
-        self._spans: list[Told] = []
+        self._spans: list[ReceivedSpan] = []
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -55,17 +56,17 @@ class Collector:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     @property
-    def spans(self) -> list[Told]:
+    def spans(self) -> list[ReceivedSpan]:
         with self._lock:
             return list(self._spans)
 
-    def of_trace(self, trace_id: str) -> list[Told]:
+    def of_trace(self, trace_id: str) -> list[ReceivedSpan]:
         return sorted(
             (span for span in self.spans if span.trace_id == trace_id), key=lambda s: s.start_ns
         )
 
-    def of_request(self, request_id: str) -> list[Told]:
-        """All of the trace that a request is in."""
+    def of_request(self, request_id: str) -> list[ReceivedSpan]:
+        """Return all spans of the trace that a request is in."""
         for span in self.spans:
             if span.attributes.get("millrace.request.id") == request_id:
                 return self.of_trace(span.trace_id)
@@ -91,7 +92,7 @@ class Collector:
                 resource = {one.key: _value(one.value) for one in group.resource.attributes}
                 self.resources.append(resource)
                 for scope in group.scope_spans:
-                    self._spans += [_told(span, resource) for span in scope.spans]
+                    self._spans += [_received(span, resource) for span in scope.spans]
 
     def _handler(self) -> Callable[..., BaseHTTPRequestHandler]:
         collector = self
@@ -110,13 +111,13 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         return Handler
 
 
-def _told(span: ProtoSpan, resource: dict[str, Any]) -> Told:
-    return Told(
+def _received(span: ProtoSpan, resource: dict[str, Any]) -> ReceivedSpan:
+    return ReceivedSpan(
         service=resource["service.name"],
         instance=resource["service.instance.id"],
         name=span.name,
@@ -140,13 +141,13 @@ def _value(value: AnyValue) -> Any:
     return getattr(value, kind) if kind else None
 
 
-def tree(spans: list[Told]) -> str:
-    """A trace in text, each span below its parent, in order of time."""
+def tree(spans: list[ReceivedSpan]) -> str:
+    """Format a trace as text, each span below its parent, in order of time."""
     known = {span.span_id for span in spans}
     start_ns = min((span.start_ns for span in spans), default=0)
     lines: list[str] = []
 
-    def add(span: Told, depth: int) -> None:
+    def add(span: ReceivedSpan, depth: int) -> None:
         from_ms, to_ms = (span.start_ns - start_ns) / 1e6, (span.end_ns - start_ns) / 1e6
         part = span.service.removeprefix("millrace-")
         mark = f"  ! {span.attributes.get('error.type', '')}" if span.failed else ""

@@ -1,4 +1,4 @@
-"""Spans that stay in this process."""
+"""Spans kept in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millrace.runtime.tracing import Span, Tracing
 
 
 class KeptSpans:
-    """A ``SpanSink`` to look at."""
+    """``SpanSink`` that keeps its spans for the test."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -15,14 +15,14 @@ class KeptSpans:
         self.spans.append(span)
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no span is under way."""
 
     @property
     def names(self) -> list[str]:
         return [span.name for span in self.spans]
 
     def one(self, name: str) -> Span:
-        """The span of that name, of which there is one."""
+        """Return the only span of that name."""
         (span,) = [span for span in self.spans if span.name == name]
         return span
 

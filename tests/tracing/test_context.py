@@ -1,4 +1,4 @@
-"""Where a span belongs: W3C Trace Context, ids that are derived, and what is recorded."""
+"""Context of a span: W3C Trace Context, derived ids, and the decision to record."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_job_is_of_the_trace_of_its_message_however_long_that_is() -> None:
         assert job.traceparent == kept
 
 
-def test_names_lead_everybody_to_the_same_span() -> None:
+def test_names_lead_every_part_to_the_same_span() -> None:
     above = parse_traceparent(GOOD)
     assert above is not None
     elsewhere = above.anywhere()

@@ -1,4 +1,4 @@
-"""What a gateway tells of a request, and what it takes and gives of the trace."""
+"""Spans of a gateway, and the trace context that it accepts and passes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "the quick brown fox"
 
 
 class Traced:
-    """A gateway that traces, what it told, and a client."""
+    """Gateway that traces, its spans, and a client."""
 
     def __init__(self, front: RunningGateway, http: httpx.AsyncClient, kept: KeptSpans) -> None:
         self.front = front
@@ -88,7 +88,7 @@ async def test_a_request_is_told_by_the_names_of_the_field(traced: Traced, strea
 
 
 async def test_latencies_on_metrics_name_their_trace(traced: Traced) -> None:
-    """In OpenMetrics only: Prometheus' text format has no exemplars."""
+    """Only OpenMetrics has exemplars; Prometheus' text format has none."""
     await traced.chat(CALLER)
     asked = {"accept": "application/openmetrics-text", "accept-encoding": "gzip"}
     answer = await traced.http.get("/metrics", headers=asked)

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that is there, away, slow or unwilling."""
+"""Export of spans to a collector that is present, absent, slow or unwilling."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ async def test_a_span_arrives_as_it_was_told(collector: Collector) -> None:
     tracing.tell(first)
     tracing.tell(second)
     await tracing.close()
-    told, below = collector.spans
-    assert told.name == "work"
-    assert told.trace_id == first.context.trace_name
-    assert told.parent_id == ""
-    assert (told.start_ns, told.end_ns, told.failed) == (1 * _NS, 2 * _NS, False)
-    assert below.parent_id == told.span_id == f"{first.context.span_id:016x}"
+    parent, below = collector.spans
+    assert parent.name == "work"
+    assert parent.trace_id == first.context.trace_name
+    assert parent.parent_id == ""
+    assert (parent.start_ns, parent.end_ns, parent.failed) == (1 * _NS, 2 * _NS, False)
+    assert below.parent_id == parent.span_id == f"{first.context.span_id:016x}"
     assert below.kind == "consumer"
     assert below.attributes == {
         "text": "a",
@@ -73,7 +73,7 @@ async def test_a_span_arrives_as_it_was_told(collector: Collector) -> None:
         "error.type": "worker_lost",
     }
     assert below.events == {"half": 3_500_000_000}
-    assert below.links == [(told.trace_id, told.span_id)]
+    assert below.links == [(parent.trace_id, parent.span_id)]
     assert below.failed
     resource = collector.resources[-1]
     assert resource["service.name"] == "millrace-gateway"
@@ -123,12 +123,12 @@ async def test_a_collector_that_is_away_costs_nothing_and_is_spoken_of_once(
         began_s = time.monotonic()
         for _ in range(10_000):
             tracing.tell(_span(tracing))
-        told_s = time.monotonic() - began_s
+        waited_s = time.monotonic() - began_s
         await eventually(lambda: bool(_lines(caplog)), timeout_s=20.0)
         collector.status = 200
         await eventually(lambda: len(_lines(caplog)) == 2, timeout_s=20.0)
         await tracing.close()
-    assert told_s < 5.0
+    assert waited_s < 5.0
     spoken = [line for line in _lines(caplog) if "the trace collector" in line.message]
     assert [line.levelname for line in spoken] == ["WARNING", "INFO"]
     assert len(collector.spans) <= 4_096
@@ -139,7 +139,7 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [line for line in caplog.records if not line.name.startswith(("urllib3", "asyncio"))]
 
 
-async def test_nobody_listens_and_the_process_ends_at_once() -> None:
+async def test_process_ends_at_once_without_a_collector() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         tracing = _tracing(f"http://127.0.0.1:{taken.getsockname()[1]}")

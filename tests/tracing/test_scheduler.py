@@ -1,4 +1,4 @@
-"""What a scheduler tells: waits, runs that fail and move, and traces that begin with it."""
+"""Spans of a scheduler: waits, attempts that fail and move, and traces that begin with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace for a request across all parts of a running system, whatever dies under it."""
+"""Trace of a request across all parts of a running system, also when a part dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.sampling import SamplingParams
 from tests.support.system import System
 from tests.support.waiting import eventually
-from tests.tracing.collector import Collector, Told, tree
+from tests.tracing.collector import Collector, ReceivedSpan, tree
 
 pytestmark = [
     pytest.mark.e2e,
@@ -74,9 +74,9 @@ def _body(max_tokens: int) -> dict[str, Any]:
 
 async def _stored(
     collector: Collector, trace_id: str, caller_id: str = ""
-) -> dict[tuple[str, str], list[Told]]:
-    """The spans of a trace by service and name, once the last has arrived: those of the parts come
-    in any order."""
+) -> dict[tuple[str, str], list[ReceivedSpan]]:
+    """Return the spans of a trace by service and name, once the last has arrived: spans of the
+    parts come in any order."""
 
     def is_whole() -> bool:
         spans = collector.of_trace(trace_id)
@@ -89,7 +89,7 @@ async def _stored(
         await eventually(is_whole, timeout_s=30.0)
     except AssertionError as error:
         raise AssertionError(f"of the trace came\n{tree(collector.of_trace(trace_id))}") from error
-    spans: dict[tuple[str, str], list[Told]] = {}
+    spans: dict[tuple[str, str], list[ReceivedSpan]] = {}
     for span in collector.of_trace(trace_id):
         spans.setdefault((span.service.removeprefix("millrace-"), span.name), []).append(span)
     return spans
@@ -147,7 +147,7 @@ async def test_a_killed_worker_leaves_a_run_and_the_next_is_in_the_same_trace(
         for _ in range(4):
             await anext(lines)
 
-        def prefills() -> list[Told]:
+        def prefills() -> list[ReceivedSpan]:
             return [span for span in collector.of_trace(trace_id) if span.name == "prefill"]
 
         await eventually(lambda: bool(prefills()), timeout_s=5.0)

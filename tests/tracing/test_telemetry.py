@@ -1,4 +1,4 @@
-"""What telemetry tells of the records of traced requests."""
+"""Spans of telemetry for the records of traced requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells of a run: prefill, first token, decode, its end, its record."""
+"""Spans of an attempt at a worker: prefill, first token, decode, its end, its record."""
 
 from __future__ import annotations
 

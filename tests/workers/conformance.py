@@ -1,4 +1,4 @@
-"""What every engine has to keep, whoever wrote it: the promises of ``workers.engine_like``.
+"""Conformance suite of every engine: the promises of ``workers.engine_like``.
 
 A subclass names its ``kind``; the module-scoped fixture ``engine`` beside it yields a running
 engine of it, inside of ``running``, which checks what holds at the end.
@@ -53,7 +53,7 @@ _REFUSED: dict[str, Any] = {
 
 
 class Heard:
-    """What an engine said."""
+    """Recorder of an engine's reports."""
 
     def __init__(self, engine: EngineLike) -> None:
         self.outputs: list[EngineOutput] = []
@@ -71,29 +71,30 @@ class Heard:
         self._news.set()
 
     def of(self, request_id: str) -> list[EngineOutput]:
-        """What was made of a request, in order."""
+        """Return the outputs of a request, in order."""
         return [output for output in self.outputs if output.request_id == request_id]
 
     def tokens(self, request_id: str) -> list[int]:
-        """Its tokens, in order."""
+        """Return the tokens of a request, in order."""
         return [token for output in self.of(request_id) for token in output.token_ids]
 
     def end(self, request_id: str) -> EngineOutput | None:
-        """Its last output, if it is over."""
+        """Return the last output of a request, or None while it runs."""
         ends = [output for output in self.of(request_id) if output.finished]
         assert len(ends) <= 1
         assert not ends or self.of(request_id)[-1] is ends[0]
         return ends[0] if ends else None
 
     async def came(self, request_id: str, num_tokens: int) -> None:
-        """Returns at once when there are so many tokens of it, before a quick engine ends it."""
+        """Wait until the request has this many tokens, and return at once, before a quick engine
+        ends it."""
         async with asyncio.timeout(_WITHIN_S):
             while len(self.tokens(request_id)) < num_tokens:
                 self._news.clear()
                 await self._news.wait()
 
     async def ended(self, *request_ids: str) -> None:
-        """Returns when all of them are over."""
+        """Wait until all of these requests are over."""
         await eventually(lambda: all(self.end(one) for one in request_ids), timeout_s=_WITHIN_S)
 
 
@@ -103,7 +104,7 @@ def request(
     output_token_ids: tuple[int, ...] = (),
     **sampling: Any,
 ) -> EngineRequest:
-    """A greedy one, that 12 tokens end unless ``sampling`` says otherwise."""
+    """Return a greedy request that ends after 12 tokens unless ``sampling`` says otherwise."""
     usual: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "seed": 7}
     return EngineRequest(
         request_id=request_id,
@@ -115,7 +116,7 @@ def request(
 
 @asynccontextmanager
 async def running(engine: EngineLike) -> AsyncIterator[EngineLike]:
-    """Ends with ``close``, after which the engine must be silent."""
+    """Yield the engine, then close it; the engine must be silent afterwards."""
     try:
         yield engine
         heard = Heard(engine)
@@ -131,7 +132,7 @@ async def running(engine: EngineLike) -> AsyncIterator[EngineLike]:
 
 @pytest.mark.asyncio(loop_scope="module")
 class EngineConformance:
-    """See the module."""
+    """Conformance tests of an engine: see the module."""
 
     kind: ClassVar[EngineKind]
     promises: ClassVar[EnginePromises | None] = None
@@ -235,9 +236,9 @@ class EngineConformance:
 
     async def test_a_cancel_of_nothing_is_answered(self, engine: EngineLike) -> None:
         heard = Heard(engine)
-        engine.cancel("nobody")
+        engine.cancel("unknown")
         await eventually(lambda: bool(heard.times), timeout_s=_WITHIN_S)
-        assert heard.times[0] == DeviceTime("nobody", 0, 0.0, over=True)
+        assert heard.times[0] == DeviceTime("unknown", 0, 0.0, over=True)
 
     async def test_the_same_id_replaces_what_ran(self, engine: EngineLike) -> None:
         heard = Heard(engine)

@@ -1,4 +1,4 @@
-"""A worker on the in-memory bus, with an engine that does what the test says."""
+"""Worker on the in-memory bus, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GATEWAY = "gw"
 
 
 def served_model(path: Path) -> ServedModel:
-    """A model named ``demo`` with a byte-level tokenizer and no weights."""
+    """Return a model named ``demo`` with a byte-level tokenizer and no weights."""
     write_tokenizer(path, byte_level())
     tokenizer = Tokenizer.load(path)
     tokenizer.eos_token_ids = (EOS,)
@@ -70,14 +70,16 @@ def served_model(path: Path) -> ServedModel:
 
 
 def line_of(job: Job) -> TenantQueue:
-    """Where the job waits, which a gateway has published."""
+    """Return the tenant queue of a job that a gateway has published."""
     return TenantQueue.of(job, reserved=True)
 
 
 class ScriptedEngine(EngineLike):
-    """``added`` and ``cancelled`` are what it
-    was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
-    A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
+    """Engine whose outputs come when the test calls ``emit``.
+
+    ``added`` and ``cancelled`` are the commands that it received, ``started`` the requests with
+    output. It answers a cancel with the time in ``took_us``, unless it is ``silent``.
+    """
 
     def __init__(self, num_devices: int = 1, max_num_sequences: int = 4) -> None:
         self.added: dict[str, EngineRequest] = {}
@@ -112,7 +114,7 @@ class ScriptedEngine(EngineLike):
             asyncio.get_running_loop().call_soon(self.tell, request_id)
 
     def tell(self, request_id: str, *, over: bool = True) -> None:
-        """What a request took."""
+        """Report the device time of a request."""
         time = DeviceTime(request_id, 0, self.took_us.get(request_id, 0.0), over)
         self.on_device_times([time])
 
@@ -120,13 +122,13 @@ class ScriptedEngine(EngineLike):
         return await self._closed
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     def fail(self, why: str) -> None:
         self._closed.set_result(why)
 
     def step(self, *outputs: EngineOutput, **stats: Any) -> None:
-        """One step that made ``outputs``."""
+        """Report a step with these outputs."""
         steps = self.stats.num_steps + 1
         self.stats = msgspec.structs.replace(self.stats, num_steps=steps, **stats)
         self.started.update(output.request_id for output in outputs)
@@ -135,7 +137,7 @@ class ScriptedEngine(EngineLike):
     def emit(
         self, engine_id: str, token_ids: Sequence[int] = (), finish: FinishReason | None = None
     ) -> None:
-        """One step with new tokens of one request."""
+        """Report a step with new tokens of one request."""
         self.step(
             EngineOutput(
                 request_id=engine_id,
@@ -147,7 +149,8 @@ class ScriptedEngine(EngineLike):
 
 
 class RecordingIndex:
-    """See ``workers.host.leases``. ``known`` is what it says; ``away``: nothing."""
+    """Index that records its calls: see ``workers.host.leases``. ``known`` are its entries; while
+    it is ``away``, it finds none."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
@@ -164,7 +167,7 @@ class RecordingIndex:
         self._write(request_id, worker_id, epoch, finished=True)
 
     async def drop(self, request_id: str, worker_id: str) -> None:
-        """Nobody asks for leases here."""
+        """Do nothing: leases are not asked for here."""
 
     async def lookup(self, request_id: str) -> GenerationEntry | None:
         return None if self.away else self.known.get(request_id)
@@ -190,8 +193,8 @@ class RecordingSettlements(Settlements):
 
 
 class Bench:
-    """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
-    now; with ``no_restart`` set no other can be started, and that says why."""
+    """Worker with all its surroundings that a test looks at. ``engine`` is the running engine;
+    ``no_restart``, if set, is the reason why no other engine can be started."""
 
     def __init__(
         self,
@@ -267,7 +270,7 @@ class Bench:
         return reply
 
     async def num_queued(self) -> int:
-        """Jobs in the queue, held or not."""
+        """Return the number of jobs in the queue, held or not."""
         return sum((await self.peer.jobs.tenant_queues()).values())
 
     def on_frame(self, request_id: str, frame: Frame) -> None:
@@ -286,11 +289,12 @@ class Bench:
         return "".join(delta.text for delta in self.deltas(request_id))
 
     async def settle(self, seconds: float = 0.0) -> None:
-        """Let ``seconds`` pass, and everything happen that is due."""
+        """Let ``seconds`` pass, with everything that is due."""
         await self.clock.advance(seconds)
 
     async def ended(self, request_id: str = "r1") -> Frame:
-        """Wait until the request is over and its lease is acknowledged; the terminal frame."""
+        """Wait until the request is over and its lease is acknowledged; return the terminal
+        frame."""
         await eventually(
             lambda: (
                 bool(self.of(request_id)) and isinstance(self.of(request_id)[-1], TERMINAL_FRAMES)
@@ -310,7 +314,7 @@ class Bench:
         return [item for item in items if isinstance(item, WorkerSample)]
 
     async def stop(self) -> None:
-        """Ask the worker to end, and let time pass until it has."""
+        """Ask the worker to end, and let time pass until it has ended."""
         assert self.run is not None
         self.stopping.set()
         while not self.run.done():
@@ -320,7 +324,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
-    """A worker that serves; it is stopped at the end unless the test did so."""
+    """Run a worker that serves; it is stopped at the end unless the test did so."""
     num_devices = settings.pop("num_devices", 1)
     orphan_grace_s = settings.pop("orphan_grace_s", 0.0)
     kind = settings.pop("kind", EngineKind.REAL)

@@ -1,4 +1,4 @@
-"""``python -m millrace.workers`` with a tiny checkpoint, and somebody who steers it by hand."""
+"""Processes of ``python -m millrace.workers`` with a tiny checkpoint, and a scheduler by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINE = TenantQueue("tiny", Tier.FREE, "local")
 
 
 class WorkerProcess:
-    """A worker's process and its log; without ``redis`` nothing is there."""
+    """Process of a worker, and its log; without ``redis`` no Redis listens at its address."""
 
     def __init__(
         self, folder: Path, nats_url: str, redis: RedisConfig | None = None, **worker: object
@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 class HandScheduler:
-    """Stands in for scheduler and gateway: dispatches by hand and collects what streams back."""
+    """Stand-in for scheduler and gateway: it dispatches by hand and collects the frames."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus

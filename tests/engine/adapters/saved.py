@@ -1,4 +1,4 @@
-"""Random adapters, written by PEFT, and what PEFT computes with them."""
+"""Random adapters, written by PEFT, and PEFT's results with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_adapter(
     strength: float = 1.0,
     **config: Any,
 ) -> Any:
-    """A random adapter of transformers' ``model`` in ``path``; returns PEFT's model of both."""
+    """Save a random adapter of transformers' ``model`` in ``path``; return PEFT's model of both."""
     settings = {"r": 4, "lora_alpha": 8} | config
     import peft  # seconds of CPU, which only runs of these tests take
 
@@ -43,11 +43,11 @@ def save_adapter(
 
 
 def engine_adapter(path: Path, name: str = "") -> AdapterRef:
-    """The adapter in ``path``, as requests name it."""
+    """Return the adapter in ``path``, as requests name it."""
     return AdapterRef(name=name or path.name, version=adapter_version(path), source=str(path))
 
 
 def with_adapter(adapter: AdapterRef | None, one: EngineRequest) -> EngineRequest:
-    """``one`` with an adapter, or with none, and the cache that goes with it."""
+    """Return ``one`` with an adapter, or with none, and the cache salt that goes with it."""
     version = "" if adapter is None else adapter.version
     return msgspec.structs.replace(one, adapter=adapter, cache_salt=salt_of("", "", version))

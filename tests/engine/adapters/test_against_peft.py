@@ -58,7 +58,7 @@ def _engine(path: Path, **config: Any) -> Engine:
 
 
 def logprobs_of(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """Of each token of a prompt but its first."""
+    """Return the log-probability of each prompt token but the first."""
     with torch.inference_mode():
         rows: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
@@ -218,7 +218,8 @@ _QUANTIZED: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """As compiled kernels take it: the folder of a base model and an adapter, and both models."""
+    """Save a base model and an adapter in sizes of the compiled kernels; return the folder of both,
+    the base model and the adapted one."""
     path = tmp_path_factory.mktemp("aligned")
     shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
     model = save_llama(path / "base", **shape)

@@ -1,4 +1,4 @@
-"""By the compiled kernels a row with an adapter, or without, is the same in every company."""
+"""Batch invariance of the compiled kernels, for rows with and without an adapter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUM_TOKENS = 20
 
 
 def _answers(engine: Engine, requests: list[EngineRequest]) -> dict[str, tuple[Any, ...]]:
-    """Tokens and log-probabilities of each."""
+    """Return tokens and log-probabilities of each request."""
     for one in requests:
         engine.add(one)
     found: dict[str, list[Any]] = {}

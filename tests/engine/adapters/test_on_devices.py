@@ -103,7 +103,7 @@ def test_attention_beside_experts(tmp_path: Path) -> None:
 
 
 def test_the_gpus_kernels_compute_all_subsets_in_one_batch(tmp_path: Path) -> None:
-    """By Triton's interpreter, beside a request of the base."""
+    """Triton's interpreter computes all subsets beside a request of the base."""
     model = save_llama(tmp_path / "base", **TINY)
     models: dict[str, Any] = {"base": model}
     requests = [request("base", prompt(9, 3, 67), max_tokens=1, prompt_logprobs=0)]
@@ -130,7 +130,8 @@ def test_the_gpus_kernels_compute_all_subsets_in_one_batch(tmp_path: Path) -> No
 
 
 def test_the_gpus_kernels_add_to_quantized_weights(tmp_path: Path) -> None:
-    """By Triton's interpreter, as the references add to the same weights that were widened."""
+    """Triton's interpreter adds to quantized weights as the references add to the widened
+    weights."""
     model = save_llama(tmp_path / "base", **(TINY | {"hidden_size": 64, "intermediate_size": 128}))
     save_adapter(tmp_path / "one", model)
     one = request("r", prompt(1, 4, 67), max_tokens=1, prompt_logprobs=0)
@@ -167,7 +168,7 @@ def mixed_requests(adapters: list[AdapterRef | None]) -> list[EngineRequest]:
 def test_a_device_answers_as_the_host_does(
     llama: tuple[Path, Any], tmp_path: Path, recorded: bool
 ) -> None:
-    """In fewer slots and blocks than are wanted, so that adapters come and go beside steps."""
+    """The device has too few slots and blocks, so that adapters come and go while steps run."""
     path, model = llama
     adapters: list[AdapterRef | None] = [None]
     for number in range(4):
@@ -197,21 +198,21 @@ def test_steps_without_adapters_are_those_of_an_engine_that_takes_none(
     save_adapter(tmp_path / "one", llama[1])
     engine = on_late_device(llama[0], max_adapters=1, max_num_sequences=4)
     runner = engine._runner
-    told: list[object] = []
+    outcomes: list[object] = []
     adapters = runner._adapted.adapters  # type: ignore[attr-defined]
     own = adapters.tell
 
     def tell(*step: Any) -> None:
-        told.append(step)
+        outcomes.append(step)
         own(*step)
 
     adapters.tell = tell
     engine.add(request("base", prompt(1, 9)))
     drain(engine)
-    assert not told
+    assert not outcomes
     engine.add(with_adapter(engine_adapter(tmp_path / "one"), request("r", prompt(1, 9))))
     drain(engine)
-    assert told
+    assert outcomes
 
 
 @pytest.fixture
@@ -262,7 +263,7 @@ def test_deterministic_tokens_do_not_depend_on_others_and_their_adapters(tmp_pat
 
 
 def test_an_engine_without_slots_refuses_adapters(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    """As it is on a GPU unless the settings say how many there are."""
+    """An engine on a GPU has no adapter slots by default."""
     save_adapter(tmp_path / "one", llama[1])
     adapter = engine_adapter(tmp_path / "one")
     engine = _engine(llama[0], max_adapters=None)

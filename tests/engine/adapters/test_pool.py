@@ -1,4 +1,4 @@
-"""The pool of adapters: who is loaded, who goes, who waits, in any order of events."""
+"""Pool of adapters: loading, eviction and waiting, in any order of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class _Threads(TaskThreads):
-    """Runs a task when it is told to."""
+    """Loader that runs a task when the test says so."""
 
     def __init__(self) -> None:
         super().__init__("none", 0)
@@ -30,7 +30,7 @@ class _Threads(TaskThreads):
 
 
 class _World:
-    """A planner's part: sequences wait by rank, begin as far as there is room, and end."""
+    """Model of a planner: sequences wait by rank, begin as far as there is room, and end."""
 
     def __init__(self, num_slots: int, broken: frozenset[str] = frozenset()) -> None:
         self.threads = _Threads()
@@ -117,7 +117,7 @@ class _World:
     batch=st.integers(1, 6),
     seed=st.integers(0, 2**30),
 )
-def test_nobody_waits_for_ever_and_no_slot_is_taken_from_a_sequence_that_runs(
+def test_no_sequence_waits_for_ever_and_running_sequences_keep_their_slots(
     num_slots: int, num_names: int, batch: int, seed: int
 ) -> None:
     pick = random.Random(seed)
@@ -162,7 +162,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert world.pool.num_evictions == 1
 
 
-def test_others_go_on_while_one_is_loaded() -> None:
+def test_other_sequences_go_on_while_an_adapter_is_loaded() -> None:
     world = _World(2)
     slow, base = world.add("slow"), world.add("")
     world.step()
@@ -174,7 +174,7 @@ def test_others_go_on_while_one_is_loaded() -> None:
     assert slow in world.running
 
 
-def test_one_that_waits_for_a_slot_is_not_passed_for_ever() -> None:
+def test_sequence_that_waits_for_a_slot_is_not_passed_for_ever() -> None:
     world = _World(1)
     first = world.add("busy")
     world.load_one()
@@ -197,7 +197,7 @@ def test_one_that_waits_for_a_slot_is_not_passed_for_ever() -> None:
     assert list(world.running) == [later]
 
 
-def test_what_waiting_sequences_need_does_not_go_for_what_comes_later() -> None:
+def test_adapters_of_waiting_sequences_are_not_evicted_for_later_ones() -> None:
     world = _World(1)
     world.add("a")
     world.load_one()

@@ -1,4 +1,4 @@
-"""Beam search in the engine: the answers of a plain one over the same model, whatever the pool."""
+"""Beam search in the engine: the answers of a plain search, with a pool of any size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def beams(request_id: str, prompt_ids: list[int], **params: Any) -> EngineReques
 
 
 def answers(outputs: list[EngineOutput], request_id: str = "r") -> list[Found]:
-    """What was found for a request, in the order of its choices; all with one step."""
+    """Return a request's answers in the order of its choices; one step must report them all."""
     last = [o for o in outputs if o.request_id == request_id and o.finished]
     assert [output.choice for output in last] == list(range(len(last)))
     places = [outputs.index(output) for output in last]
@@ -60,7 +60,7 @@ def reference(
     temperature: float = 0.0,
     length_penalty: float = 1.0,
 ) -> list[Found]:
-    """A plain search that computes every beam anew for every token, and never ends early."""
+    """Search plainly: compute every beam anew for every token, and never end early."""
     done: list[Found] = []
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     for length in range(1, max_tokens + 1):
@@ -112,7 +112,7 @@ def test_answers_are_those_of_a_plain_search(
 def test_stop_tokens_end_beams_by_their_score(
     make_engine: MakeEngine, llama: tuple[Path, Any], params: dict[str, Any]
 ) -> None:
-    """A tenth of all tokens end a sequence, so there are answers of all lengths."""
+    """A tenth of all tokens end a sequence, so that answers have all lengths."""
     stops = tuple(range(0, 199, 10))
     ids = prompt(8, 20)
     engine = make_engine()
@@ -146,7 +146,8 @@ def test_no_end_of_sequence_ends_a_beam_if_it_is_ignored(
 def test_answers_depend_on_neither_slots_nor_blocks(
     make_engine: MakeEngine, llama: tuple[Path, Any], limits: dict[str, Any]
 ) -> None:
-    """Even where one beam fits at a time, and the others are computed again for every token."""
+    """Answers stay the same even where one beam fits at a time, and the others are recomputed for
+    every token."""
     ids = prompt(5, 50)
     engine = make_engine(**limits)
     engine.add(beams("r", ids, max_tokens=16))
@@ -171,7 +172,7 @@ def test_searches_that_need_one_another_s_blocks_all_end(
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_blocks": 12, "max_num_sequences": 5}])
-def test_company_changes_nothing_for_anybody(
+def test_searches_and_other_requests_do_not_change_one_another(
     make_engine: MakeEngine, llama: tuple[Path, Any], limits: dict[str, int]
 ) -> None:
     others = [
@@ -224,8 +225,7 @@ def test_a_prompt_that_is_cached_gives_the_same_answers(
         assert {o.num_cached_tokens for o in outputs if o.started} == {num_cached}
 
 
-def test_what_a_search_says_while_it_runs(make_engine: MakeEngine) -> None:
-    """That it was admitted, that the first tokens were chosen, and its answers."""
+def test_search_reports_admission_first_tokens_and_answers(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_tokens=16)
     engine.add(beams("r", prompt(3, 20), n=2, max_tokens=3))
     assert [(o.started, o.finished) for o in engine.step()] == [(True, False)]
@@ -303,7 +303,7 @@ def test_a_beam_that_fails_ends_its_search_only(
 def test_nothing_of_a_poisoned_beam_stays_in_the_cache(
     make_engine: MakeEngine, llama: tuple[Path, Any], best: int
 ) -> None:
-    """Whichever of the beams it is: who gets its blocks next must not find it there."""
+    """Blocks of a poisoned beam are clean for their next owner, whichever beam was poisoned."""
     engine = make_engine(num_blocks=16)
     ids = prompt(3, 40)
     second_tokens = [tokens[1] for tokens, _, _ in reference(llama[1], ids, max_tokens=2)]
@@ -322,7 +322,7 @@ def test_nothing_of_a_poisoned_beam_stays_in_the_cache(
         ({"n": 16, "stop_token_ids": tuple(range(180))}, "n is too large"),
     ],
 )
-def test_what_no_search_can_do_is_refused_by_name(
+def test_unsupported_options_of_a_search_are_refused_by_name(
     make_engine: MakeEngine, params: dict[str, Any], says: str
 ) -> None:
     engine = make_engine()
@@ -336,7 +336,8 @@ def test_what_no_search_can_do_is_refused_by_name(
 
 @pytest.fixture(scope="module")
 def ending_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of its own, since transformers keeps what it generates by with the model."""
+    """Return a checkpoint of this module's own, since transformers stores generation settings with
+    it."""
     path = tmp_path_factory.mktemp("ending")
     return path, save_llama(path)
 
@@ -345,10 +346,10 @@ def ending_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_transformers_finds_the_same(
     make_engine: MakeEngine, ending_llama: tuple[Path, Any], length_penalty: float
 ) -> None:
-    """Without an end of sequence both are the same method. With one they differ: transformers lets
-    only those of the ``num_beams`` likeliest extensions of a step end, we (and vLLM) all that are
-    among the candidates, so that its answers have no better scores than ours; and unless
-    ``early_stopping`` is "never" it guesses that nothing better will come, which we prove."""
+    """The methods are equal without an end of sequence. With one, transformers ends only extensions
+    among the ``num_beams`` likeliest of a step; we (and vLLM) end all that are among the
+    candidates, so that its answers score no better than ours. Unless ``early_stopping`` is "never",
+    transformers guesses that no better answer can come, which we prove."""
     model, ids = ending_llama[1], prompt(3, 30)
     settings = {
         "num_beams": 4,
@@ -363,7 +364,7 @@ def test_transformers_finds_the_same(
     }
 
     def both(stops: tuple[int, ...]) -> tuple[list[EngineOutput], list[float], Any]:
-        """Our answers and their scores, and transformers'."""
+        """Return our answers with their scores, and transformers'."""
         engine = make_engine()
         params = {"max_tokens": 15, "length_penalty": length_penalty, "eos_token_ids": stops}
         engine.add(beams("r", ids, **params))
@@ -392,7 +393,7 @@ def test_a_search_is_over_before_its_last_token_if_nothing_better_can_come(
 
 
 def test_engines_of_both_kinds_agree(llama: tuple[Path, Any], make_engine: MakeEngine) -> None:
-    """With steps that overlap, beams are the host's to choose, and others' tokens the device's."""
+    """The host chooses beams and the device chooses other requests' tokens, if steps overlap."""
     overlapping: Engine = make_engine(kernels="reference", overlap=True)
     ids = prompt(3, 35)
     overlapping.add(request("other", prompt(1, 30), max_tokens=25))
@@ -408,8 +409,7 @@ def test_engines_of_both_kinds_agree(llama: tuple[Path, Any], make_engine: MakeE
 
 
 def test_searches_run_whole_or_wait(make_engine: MakeEngine, llama: tuple[Path, Any]) -> None:
-    """Of many only as many run at a time as have slots for all their beams, so that none waits for
-    beams that do not fit; smaller requests do not take these slots either."""
+    """A search runs only with slots for all its beams; smaller requests do not take these slots."""
     engine = make_engine(max_num_sequences=10)
     asked = {f"r{number}": prompt(number, 20) for number in range(5)}
     for name, ids in asked.items():

@@ -1,4 +1,4 @@
-"""Which beams a search keeps: the same as one that looks at everything until the last token."""
+"""Beam selection of a search, compared with a search that never ends early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPS = frozenset({0, 1})
 
 
 def logprobs_after(seed: int, token_ids: tuple[int, ...]) -> list[float]:
-    """A language model: log-probabilities of the whole vocabulary behind some tokens."""
+    """Return a language model: log-probabilities of the whole vocabulary after some tokens."""
     weights = random.Random(f"{seed} {token_ids}")
     logits = [weights.gauss(0.0, 2.0) for _ in range(VOCAB_SIZE)]
     total = math.log(sum(map(math.exp, logits)))
@@ -34,7 +34,7 @@ def search_of(max_tokens: int, **params: Any) -> BeamSearch:
 
 
 def run(search: BeamSearch, model: Callable[[tuple[int, ...]], list[float]]) -> int:
-    """Search to the end; how many tokens it took."""
+    """Run the search to its end; return its number of steps."""
     beams = [BeamHypothesis((), 0.0)]
     for step in range(1, 100):
         candidates = []
@@ -58,7 +58,7 @@ def exhaustive(
     length_penalty: float,
     min_tokens: int,
 ) -> list[tuple[tuple[int, ...], float, FinishReason]]:
-    """The method in its plainest form, never over before ``max_tokens``."""
+    """Search by the plainest method, which never ends before ``max_tokens``."""
     answers: list[tuple[tuple[int, ...], float, FinishReason]] = []
     beams: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     for length in range(1, max_tokens + 1):
@@ -108,7 +108,7 @@ def test_ending_early_changes_no_answer(
 
 
 def test_a_search_is_over_when_nothing_better_can_come() -> None:
-    """Its answer is nearly certain, and what is left of the beams is not."""
+    """A search ends as soon as its answer is likelier than any answer of the remaining beams."""
     certain = [-9.0] * VOCAB_SIZE
     certain[0] = -0.001
     search = search_of(50, n=1)
@@ -117,7 +117,7 @@ def test_a_search_is_over_when_nothing_better_can_come() -> None:
 
 
 def test_a_longer_answer_is_waited_for_if_length_is_rewarded() -> None:
-    """Each token costs about the same, and so does a mean of them."""
+    """The log-probabilities of all tokens are about equal, and so are their means."""
     even = [-1.9, -9.0, *[-2.0] * (VOCAB_SIZE - 2)]
     search = search_of(12, n=1, length_penalty=3.0)
     assert run(search, lambda _: even) == 12

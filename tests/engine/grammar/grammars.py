@@ -1,4 +1,4 @@
-"""A small random model with a tokenizer, and what its completions say under a grammar."""
+"""Small random model with a tokenizer, and its completions under a grammar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 
 
 def save_checkpoint(path: Path) -> Path:
-    """A random Llama with a byte-level tokenizer."""
+    """Save a random Llama with a byte-level tokenizer."""
     save_llama(
         path,
         vocab_size=VOCAB_SIZE,
@@ -42,7 +42,7 @@ def load_engine(path: Path, **config: Any) -> Engine:
 
 
 def helper_processes() -> list[psutil.Process]:
-    """Those in which this process has grammars tried out."""
+    """Return the helper processes in which this process tries grammars."""
     return [
         child
         for child in psutil.Process().children()
@@ -63,15 +63,15 @@ def schema(value: dict[str, Any]) -> Grammar:
 
 
 def ask(request_id: str, grammar: Grammar | None, **params: Any) -> EngineRequest:
-    """A request that draws at temperature 1 from a seed of its own."""
+    """Return a request that draws at temperature 1 from a seed of its own."""
     seed = sum(request_id.encode()) * 7_919
     settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
     settings |= {"eos_token_ids": (1,), "grammar": grammar} | params
     return request(request_id, settings.pop("prompt", PROMPT), **settings)
 
 
-class Told:
-    """What an engine has said about its requests, by request id and choice."""
+class Answers:
+    """Outputs of an engine, by request id and choice."""
 
     def __init__(self, outputs: list[EngineOutput], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -96,8 +96,8 @@ class Told:
         return self.ends[request_id, choice].error
 
 
-def run(engine: Engine, tokenizer: Tokenizer, *requests: EngineRequest) -> Told:
+def run(engine: Engine, tokenizer: Tokenizer, *requests: EngineRequest) -> Answers:
     """Run requests together to their ends."""
     for one in requests:
         engine.add(one)
-    return Told(drain(engine), tokenizer)
+    return Answers(drain(engine), tokenizer)

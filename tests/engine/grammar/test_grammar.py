@@ -1,4 +1,4 @@
-"""A random model says what its grammar allows, to the end, whatever happens around it."""
+"""Grammars hold a random model to the end, beside all other requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millrace.schemas.sampling import Grammar, GrammarKind
 from tests.engine.conftest import MakeEngine
 from tests.engine.grammar.grammars import (
     WORDS,
-    Told,
+    Answers,
     ask,
     ebnf,
     load_engine,
@@ -99,14 +99,14 @@ def _grown(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
 def test_random_schemas_are_obeyed(
     engine: Engine, tokenizer: Tokenizer, schemas: list[dict[str, Any]]
 ) -> None:
-    told = run(
+    answers = run(
         engine,
         tokenizer,
         *(ask(str(i), schema(one), max_tokens=2_000) for i, one in enumerate(schemas)),
     )
     for i, one in enumerate(schemas):
-        assert told.reason(str(i)) is FinishReason.STOP, told.ends[str(i), 0]
-        jsonschema.validate(json.loads(told.text(str(i))), one)
+        assert answers.reason(str(i)) is FinishReason.STOP, answers.ends[str(i), 0]
+        jsonschema.validate(json.loads(answers.text(str(i))), one)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_random_schemas_are_obeyed(
     [WORDS, r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"(?i:yes|no)[.!]?", "[é漢👍🏽ß]{3,6}", r"x(\n|\t)y"],
 )
 def test_regexes_are_matched(engine: Engine, tokenizer: Tokenizer, pattern: str) -> None:
-    told = run(engine, tokenizer, *(ask(str(i), regex(pattern)) for i in range(4)))
+    answers = run(engine, tokenizer, *(ask(str(i), regex(pattern)) for i in range(4)))
     for i in range(4):
-        assert told.reason(str(i)) is FinishReason.STOP
-        assert re.fullmatch(pattern, told.text(str(i))), told.text(str(i))
-    assert len({told.text(str(i)) for i in range(4)}) > 1 or pattern.startswith(("x", "(?i"))
+        assert answers.reason(str(i)) is FinishReason.STOP
+        assert re.fullmatch(pattern, answers.text(str(i))), answers.text(str(i))
+    assert len({answers.text(str(i)) for i in range(4)}) > 1 or pattern.startswith(("x", "(?i"))
 
 
 @pytest.mark.parametrize(
@@ -130,46 +130,46 @@ def test_regexes_are_matched(engine: Engine, tokenizer: Tokenizer, pattern: str)
     ids=["lark", "gbnf"],
 )
 def test_grammars_are_followed(engine: Engine, tokenizer: Tokenizer, text: str) -> None:
-    told = run(engine, tokenizer, ask("a", ebnf(text)))
-    assert told.reason("a") is FinishReason.STOP
-    assert re.fullmatch(r"\([0-9]([+-][0-9]){2}\)", told.text("a"))
+    answers = run(engine, tokenizer, ask("a", ebnf(text)))
+    assert answers.reason("a") is FinishReason.STOP
+    assert re.fullmatch(r"\([0-9]([+-][0-9]){2}\)", answers.text("a"))
 
 
 def test_any_object_is_an_object(engine: Engine, tokenizer: Tokenizer) -> None:
     any_object = Grammar(kind=GrammarKind.JSON_OBJECT)
-    told = run(engine, tokenizer, *(ask(f"o{i}", any_object, max_tokens=500) for i in range(6)))
-    stopped = [i for i in range(6) if told.reason(f"o{i}") is FinishReason.STOP]
+    answers = run(engine, tokenizer, *(ask(f"o{i}", any_object, max_tokens=500) for i in range(6)))
+    stopped = [i for i in range(6) if answers.reason(f"o{i}") is FinishReason.STOP]
     for i in range(6):
-        assert told.text(f"o{i}").lstrip().startswith("{")
+        assert answers.text(f"o{i}").lstrip().startswith("{")
     assert stopped
-    assert all(isinstance(json.loads(told.text(f"o{i}")), dict) for i in stopped)
+    assert all(isinstance(json.loads(answers.text(f"o{i}")), dict) for i in stopped)
 
 
 # --- how it ends ---
 
 
 def test_a_bound_cuts_it(engine: Engine, tokenizer: Tokenizer) -> None:
-    told = run(engine, tokenizer, ask("a", regex("[a-z]{100}"), max_tokens=5))
-    assert told.reason("a") is FinishReason.LENGTH
-    assert re.fullmatch("[a-z]+", told.text("a"))
+    answers = run(engine, tokenizer, ask("a", regex("[a-z]{100}"), max_tokens=5))
+    assert answers.reason("a") is FinishReason.LENGTH
+    assert re.fullmatch("[a-z]+", answers.text("a"))
 
 
-def test_it_goes_on_while_the_end_is_ignored_and_something_can_follow(
+def test_completion_goes_on_while_the_end_is_ignored_and_text_can_follow(
     engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    told = run(
+    answers = run(
         engine,
         tokenizer,
         *(ask(f"i{i}", regex("[ab]{2,9}"), ignore_eos=True) for i in range(4)),
         *(ask(f"e{i}", regex("[ab]{2,9}")) for i in range(4)),
     )
-    assert [len(told.text(f"i{i}")) for i in range(4)] == [9] * 4
-    assert min(len(told.text(f"e{i}")) for i in range(4)) < 9
-    assert all(end.finish_reason is FinishReason.STOP for end in told.ends.values())
+    assert [len(answers.text(f"i{i}")) for i in range(4)] == [9] * 4
+    assert min(len(answers.text(f"e{i}")) for i in range(4)) < 9
+    assert all(end.finish_reason is FinishReason.STOP for end in answers.ends.values())
 
 
 def test_a_finished_grammar_wins_over_min_tokens(engine: Engine, tokenizer: Tokenizer) -> None:
-    told = run(
+    answers = run(
         engine,
         tokenizer,
         ask("short", regex("(ab|cd)?"), min_tokens=50),
@@ -177,18 +177,18 @@ def test_a_finished_grammar_wins_over_min_tokens(engine: Engine, tokenizer: Toke
         ask("long", regex("[ab]*"), min_tokens=50),
         ask("x", ebnf('start: "x" /y?/'), min_tokens=50, ignore_eos=True),
     )
-    assert told.text("short") in ("ab", "cd")
-    assert told.text("empty") == ""
-    assert len(told.tokens["long", 0]) >= 50
-    assert told.text("x") == "xy"
-    assert all(end.finish_reason is FinishReason.STOP for end in told.ends.values())
+    assert answers.text("short") in ("ab", "cd")
+    assert answers.text("empty") == ""
+    assert len(answers.tokens["long", 0]) >= 50
+    assert answers.text("x") == "xy"
+    assert all(end.finish_reason is FinishReason.STOP for end in answers.ends.values())
 
 
 def test_stop_tokens_of_the_request_end_it_within(engine: Engine, tokenizer: Tokenizer) -> None:
     stop = tokenizer.encode("b", add_special_tokens=False)[0]
-    told = run(engine, tokenizer, ask("a", regex("[ab]{200}"), stop_token_ids=(stop,)))
-    assert told.reason("a") is FinishReason.STOP
-    assert re.fullmatch("a*b", told.text("a"))
+    answers = run(engine, tokenizer, ask("a", regex("[ab]{200}"), stop_token_ids=(stop,)))
+    assert answers.reason("a") is FinishReason.STOP
+    assert re.fullmatch("a*b", answers.text("a"))
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,15 @@ def test_stop_tokens_of_the_request_end_it_within(engine: Engine, tokenizer: Tok
 def test_a_bad_grammar_ends_its_request_alone(
     engine: Engine, tokenizer: Tokenizer, grammar: Grammar
 ) -> None:
-    told = run(engine, tokenizer, ask("bad", grammar, n=2), ask("good", regex(WORDS)))
+    answers = run(engine, tokenizer, ask("bad", grammar, n=2), ask("good", regex(WORDS)))
     for choice in (0, 1):
-        error = told.error("bad", choice)
+        error = answers.error("bad", choice)
         assert error is not None
         assert error[0] == GrammarError.code
         assert len(error[1]) < 300
         assert "\n" not in error[1]
-    assert told.tokens["bad", 0] == []
-    assert re.fullmatch(WORDS, told.text("good"))
+    assert answers.tokens["bad", 0] == []
+    assert re.fullmatch(WORDS, answers.text("good"))
 
 
 def test_a_failure_on_the_way_ends_that_sequence_alone(
@@ -241,9 +241,9 @@ def test_a_failure_on_the_way_ends_that_sequence_alone(
     while not seen:
         outputs += engine.step()
     engine.add(ask("other", regex(WORDS)))
-    told = Told(outputs + drain(engine), tokenizer)
-    assert told.error("broken") == (GrammarError.code, "It cannot be followed any further.")
-    assert told.text("other") == undisturbed.text("other")
+    answers = Answers(outputs + drain(engine), tokenizer)
+    assert answers.error("broken") == (GrammarError.code, "It cannot be followed any further.")
+    assert answers.text("other") == undisturbed.text("other")
 
 
 # --- choices, company, preemption, resumption ---
@@ -251,8 +251,8 @@ def test_a_failure_on_the_way_ends_that_sequence_alone(
 
 def test_choices_have_matchers_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:
     alone = run(engine, tokenizer, ask("a", schema(_PERSON)))
-    told = run(engine, tokenizer, ask("a", schema(_PERSON), n=4))
-    texts = [told.text("a", choice) for choice in range(4)]
+    answers = run(engine, tokenizer, ask("a", schema(_PERSON), n=4))
+    texts = [answers.text("a", choice) for choice in range(4)]
     for text in texts:
         jsonschema.validate(json.loads(text), _PERSON)
     assert texts[0] == alone.text("a")
@@ -278,22 +278,24 @@ def test_a_resumed_completion_goes_on_where_it_was(engine: Engine, tokenizer: To
         tokens = run(engine, tokenizer, ask("a", grammar)).tokens["a", 0]
         cuts = sorted({1, len(tokens) // 3, len(tokens) // 2, len(tokens) - 1})
         for cut in cuts:
-            told = run(engine, tokenizer, ask("a", grammar, output_token_ids=tuple(tokens[:cut])))
-            assert tokens[:cut] + told.tokens["a", 0] == tokens
-            assert told.reason("a") is FinishReason.STOP
+            answers = run(
+                engine, tokenizer, ask("a", grammar, output_token_ids=tuple(tokens[:cut]))
+            )
+            assert tokens[:cut] + answers.tokens["a", 0] == tokens
+            assert answers.reason("a") is FinishReason.STOP
 
 
-def test_what_was_complete_already_ends_at_once(engine: Engine, tokenizer: Tokenizer) -> None:
+def test_resumed_complete_text_ends_at_once(engine: Engine, tokenizer: Tokenizer) -> None:
     tokens = run(engine, tokenizer, ask("a", regex("[ab]{5}"))).tokens["a", 0]
-    told = run(engine, tokenizer, ask("a", regex("[ab]{5}"), output_token_ids=tuple(tokens)))
-    assert told.tokens["a", 0] == []
-    assert told.reason("a") is FinishReason.STOP
+    answers = run(engine, tokenizer, ask("a", regex("[ab]{5}"), output_token_ids=tuple(tokens)))
+    assert answers.tokens["a", 0] == []
+    assert answers.reason("a") is FinishReason.STOP
 
 
 def test_tokens_that_no_grammar_made_are_refused(engine: Engine, tokenizer: Tokenizer) -> None:
     strange = tuple(tokenizer.encode("xyz", add_special_tokens=False))
-    told = run(engine, tokenizer, ask("a", regex("[ab]{5}"), output_token_ids=strange))
-    error = told.error("a")
+    answers = run(engine, tokenizer, ask("a", regex("[ab]{5}"), output_token_ids=strange))
+    error = answers.error("a")
     assert error is not None
     assert error[0] == GrammarError.code
 
@@ -314,7 +316,7 @@ def test_a_preempted_sequence_keeps_its_place(
 
 
 class SlowCompiler:
-    """Compiles as ever, once it is let."""
+    """Compiler that waits until the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered = threading.Event()
@@ -329,7 +331,7 @@ class SlowCompiler:
         monkeypatch.setattr(GrammarLibrary, "compile", compile_late)
 
 
-def test_a_slow_grammar_holds_up_nobody(
+def test_slow_grammar_delays_no_other_request(
     path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine(path)
@@ -344,8 +346,8 @@ def test_a_slow_grammar_holds_up_nobody(
     assert {output.request_id for output in outputs} == {"free"}
     assert engine.has_work
     compiler.let.set()
-    told = Told(outputs + drain(engine), tokenizer)
-    assert re.fullmatch(WORDS, told.text("slow"))
+    answers = Answers(outputs + drain(engine), tokenizer)
+    assert re.fullmatch(WORDS, answers.text("slow"))
 
 
 def test_a_request_can_be_cancelled_while_its_grammar_compiles(
@@ -361,9 +363,9 @@ def test_a_request_can_be_cancelled_while_its_grammar_compiles(
     assert not engine.has_work
     engine.check_integrity()
     compiler.let.set()
-    told = run(engine, tokenizer, ask("next", regex("[ab]{3}")))
-    assert re.fullmatch("[ab]{3}", told.text("next"))
-    assert set(told.ends) == {("next", 0)}
+    answers = run(engine, tokenizer, ask("next", regex("[ab]{3}")))
+    assert re.fullmatch("[ab]{3}", answers.text("next"))
+    assert set(answers.ends) == {("next", 0)}
 
 
 def test_one_grammar_is_compiled_once(
@@ -390,12 +392,12 @@ def test_without_grammars_there_are_no_threads(path: Path, tokenizer: Tokenizer)
 def test_a_checkpoint_without_a_tokenizer_takes_no_grammar(
     make_engine: MakeEngine, tokenizer: Tokenizer
 ) -> None:
-    told = run(make_engine(), tokenizer, ask("a", regex("a")), ask("b", None, max_tokens=3))
-    error = told.error("a")
+    answers = run(make_engine(), tokenizer, ask("a", regex("a")), ask("b", None, max_tokens=3))
+    error = answers.error("a")
     assert error is not None
     assert error[0] == GrammarError.code
     assert "tokenizer" in error[1]
-    assert told.error("b") is None
+    assert answers.error("b") is None
 
 
 def test_an_embedding_has_no_grammar(engine: Engine, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The parts that grammars are made of: vocabularies, threads, the cache, masks and the helper."""
+"""Parts of grammars: vocabularies, threads, the cache, masks and the helper."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def sequence(request_id: str, grammar: Grammar, **params: Any) -> Sequence:
 
 
 def test_a_text_without_alternatives_is_spelled_out(tokenizer: Tokenizer) -> None:
-    """Whatever the tokenizer does at the beginning of a text: this one begins within another."""
+    """The tokenizer's treatment of a text's beginning does not matter: this text begins within
+    another."""
     text = "the stream leads onto a mill"
     library = GrammarLibrary(tokenizer, tokenizer.vocab_size + 45)
     matcher = library.compile(ebnf(f'start: "{text}"'))
@@ -305,7 +306,7 @@ def test_a_grammar_that_is_there_makes_sequences_ready_at_once(bytes_tokenizer: 
     assert resumed.ready
 
 
-def test_whatever_goes_wrong_settles_the_request(bytes_tokenizer: Tokenizer) -> None:
+def test_any_failure_of_a_grammar_ends_its_request(bytes_tokenizer: Tokenizer) -> None:
     library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
     settled = threading.Semaphore(0)
 
@@ -376,7 +377,7 @@ _REPEATED = [f'A{i}: (A{i + 1} | "z")+' for i in range(300)]
         (ebnf("\n".join(['start: "x" A0', *_REPEATED, 'A300: "x"'])), "too many expressions"),
     ],
 )
-def test_what_would_end_or_stop_the_engine_costs_one_request(
+def test_grammar_that_would_crash_or_hang_the_engine_costs_one_request(
     probe: GrammarProbe, grammar: Grammar, why: str
 ) -> None:
     with pytest.raises(GrammarError, match=why):

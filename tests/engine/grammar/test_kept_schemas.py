@@ -1,4 +1,5 @@
-"""Whatever a schema's grammar admits fits the schema: what cannot be kept is refused."""
+"""Schemas and their grammars: an admitted text fits the schema, and unsupported keywords are
+refused."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "at most two, one required": _CLOSED | {"required": ["b"], "maxProperties": 2},
     "no more than all": _CLOSED | {"maxProperties": 9},
     "required ones are enough": _THREE | {"required": ["a", "b"], "minProperties": 2},
-    "one of whatever": {"additionalProperties": _INTEGER, "minProperties": 1},
+    "one of any name": {"additionalProperties": _INTEGER, "minProperties": 1},
     "none": {"additionalProperties": _INTEGER, "maxProperties": 0},
     "one by a pattern": _LETTERS | {"maxProperties": 1},
     "counted within": {"properties": {"o": _CLOSED | {"minProperties": 2}}, "required": ["o"]},
@@ -113,8 +114,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "unique, or not": {"type": "array", "items": _INTEGER, "maxItems": 2, "uniqueItems": False},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two of whatever": ({"additionalProperties": _INTEGER, "minProperties": 2}, "minProperties"),
-    "at most two of whatever": (
+    "two of any name": ({"additionalProperties": _INTEGER, "minProperties": 2}, "minProperties"),
+    "at most two of any name": (
         {"additionalProperties": _INTEGER, "maxProperties": 2},
         "maxProperties",
     ),
@@ -185,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"properties": {"l": {"type": "array", "uniqueItems": True}}},
         "properties.l.uniqueItems",
     ),
-    "what is not there": ({"properties": {"x": {"$ref": "#/$defs/No"}}}, r"properties.x.\$ref"),
+    "a missing definition": ({"properties": {"x": {"$ref": "#/$defs/No"}}}, r"properties.x.\$ref"),
 }
 
 
@@ -201,7 +202,7 @@ def _library(path: Path) -> GrammarLibrary:
 
 
 def _drawn(library: GrammarLibrary, value: dict[str, Any], seed: int) -> str:
-    """A text of tokens that may come, which likes to come to an end."""
+    """Draw a text of allowed tokens, with a preference for its end."""
     matcher = library.compile(schema(value))
     source = random.Random(seed)
     mask = np.zeros(library.num_words, dtype="<u4")
@@ -229,7 +230,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_is_kept(library: GrammarLibrary, name: str) -> None:
+def test_texts_of_supported_schemas_fit_their_schema(library: GrammarLibrary, name: str) -> None:
     value = KEPT[name]
     counts = "minProperties" in str(value) or "maxProperties" in str(value)
     for seed in range(_NUM_SEEDS):
@@ -242,7 +243,7 @@ _NAMES = "abcd"
 
 
 def _random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of all kinds of keywords, many of which contradict each other."""
+    """Draw a schema of all kinds of keywords, many of which contradict each other."""
     kinds = ["number", "text", "values"] + ["object", "list", "choice", "both", "reference"] * (
         depth < 3
     )
@@ -279,7 +280,7 @@ def _random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
     return {keyword: [_random_schema(source, depth + 1) for _ in range(source.randint(2, 3))]}
 
 
-def test_whatever_is_not_refused_is_kept(library: GrammarLibrary) -> None:
+def test_texts_of_any_accepted_schema_fit_it(library: GrammarLibrary) -> None:
     num_kept = 0
     for number in range(150):
         source = random.Random(number)
@@ -298,7 +299,7 @@ def test_whatever_is_not_refused_is_kept(library: GrammarLibrary) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_refused_by_place_and_keyword(
+def test_unsupported_schemas_are_refused_by_place_and_keyword(
     library: GrammarLibrary, name: str
 ) -> None:
     value, words = REFUSED[name]

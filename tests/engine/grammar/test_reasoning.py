@@ -1,4 +1,4 @@
-"""Thoughts before a grammar, and thoughts that are ended, by a random model."""
+"""Thoughts of a random model: thoughts before a grammar, and forced ends of thoughts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LIGHT = schema(
 
 @pytest.fixture(scope="module", params=["one token", "several tokens"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama; its marks of thoughts are a token each, or made of others."""
+    """Save a random Llama; each of its thought markers is one token, or several."""
     tokenizer = byte_level()
     if request.param == "one token":
         tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>"), AddedToken("\n\n")])
@@ -91,7 +91,7 @@ def test_a_grammar_holds_behind_the_thoughts(
 
 
 def test_thoughts_are_ended_without_a_grammar(engine: Engine, tokenizer: Tokenizer) -> None:
-    """The tokens up to the end of the budget are those of a request without one."""
+    """The tokens up to the end of the budget equal those of a request without a budget."""
     free = ask("r", None, reasoning=OPEN, max_tokens=40, ignore_eos=True)
     limit = msgspec.structs.replace(free.sampling, max_reasoning_tokens=_BUDGET)
     without = run(engine, tokenizer, free).tokens["r", 0]
@@ -103,7 +103,8 @@ def test_thoughts_are_ended_without_a_grammar(engine: Engine, tokenizer: Tokeniz
 
 
 def test_thoughts_that_the_model_begins_itself(engine: Engine, tokenizer: Tokenizer) -> None:
-    """It is free to, where a token of its own begins them; otherwise the grammar holds at once."""
+    """A model may begin thoughts itself if a single token begins them; otherwise the grammar holds
+    at once."""
     start = tokenizer.encode("<think>", add_special_tokens=False)
     bias = {start[0]: 100.0} if len(start) == 1 else {}
     request = limited("r", regex("[a-c]{3}"), 5, reasoning=ReasoningFormat(), logit_bias=bias)
@@ -125,7 +126,9 @@ def test_thoughts_end_by_themselves(engine: Engine, tokenizer: Tokenizer) -> Non
     assert len(told(tokenizer, made.tokens["r", 0])[1]) == 3
 
 
-def test_it_goes_on_behind_any_of_its_tokens(engine: Engine, tokenizer: Tokenizer) -> None:
+def test_completion_with_thoughts_resumes_behind_any_token(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
     for grammar in (_LIGHT, None):
         request = limited("r", grammar, 4, max_tokens=30)
         whole = run(engine, tokenizer, request).tokens["r", 0]

@@ -1,4 +1,4 @@
-"""Tenants share the time in which grammars are compiled, and the room for compiled ones."""
+"""Shares of tenants in the time for compiling grammars and in the room for compiled ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 30.0
 
 
 class _Start:
-    """Stands for a matcher."""
+    """Stand-in for a matcher."""
 
     complete = False
 
@@ -36,7 +36,7 @@ class _Start:
 
 
 class _Compiling:
-    """A compiler whose grammars beginning with "slow" wait for ``go_on``."""
+    """Compiler whose grammars beginning with "slow" wait for ``go_on``."""
 
     def __init__(self, num_helpers: int) -> None:
         self.go_on = threading.Event()
@@ -87,7 +87,7 @@ def test_another_tenant_s_grammar_waits_for_none_of_many_slow_ones(two_helpers: 
         two_helpers.wait(one)
 
 
-def test_what_is_compiled_waits_for_no_helper(two_helpers: _Compiling) -> None:
+def test_compiled_grammar_waits_for_no_helper(two_helpers: _Compiling) -> None:
     two_helpers.wait(two_helpers.submit("a", "quick"))
     for tenant in "ab":
         two_helpers.submit(tenant, f"slow-{tenant}")
@@ -147,7 +147,7 @@ def test_owners_get_equal_time_and_not_equally_many_tasks() -> None:
     assert "".join(one[0] for one in _order(clock, queue, 10, done)) == "sqqqqsqqqq"
 
 
-def test_who_was_idle_has_saved_nothing_and_who_used_much_is_not_forgiven() -> None:
+def test_idle_owner_gains_no_credit_and_heavy_owner_keeps_its_debt() -> None:
     clock, done = _Clock(), list[str]()
     queue = FairTaskQueue(1, lambda: clock.now_s)
     put = partial(_put, queue, done, clock)

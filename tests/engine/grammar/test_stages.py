@@ -1,4 +1,4 @@
-"""Grammars of sequences whose model is a pipeline: while one step is read, another is under way."""
+"""Grammars of sequences in a pipeline: a step is read while the next one is in flight."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SCHEMA = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 2, "m
 
 @pytest.mark.parametrize("settings", [{}, {"kernels": "reference"}], ids=str)
 def test_a_grammar_holds_beside_a_step_of_others(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Who have none, or another."""
+    """Other requests of the step have no grammar, or another one."""
     tokenizer = Tokenizer.load(save_checkpoint(tmp_path))
     engine = load_engine(
         tmp_path, pipeline_parallel=2, num_threads=1, max_num_sequences=8, **settings
     )
     assert engine._runner.num_stages == 2
-    told = run(
+    answers = run(
         engine,
         tokenizer,
         *(ask(f"words {i}", regex(WORDS), n=1 + i) for i in range(3)),
@@ -42,6 +42,6 @@ def test_a_grammar_holds_beside_a_step_of_others(tmp_path: Path, settings: dict[
     )
     for i in range(3):
         for choice in range(1 + i):
-            assert told.reason(f"words {i}", choice) is FinishReason.STOP
-            assert re.fullmatch(WORDS, told.text(f"words {i}", choice))
-    jsonschema.validate(json.loads(told.text("json")), _SCHEMA)
+            assert answers.reason(f"words {i}", choice) is FinishReason.STOP
+            assert re.fullmatch(WORDS, answers.text(f"words {i}", choice))
+    jsonschema.validate(json.loads(answers.text("json")), _SCHEMA)

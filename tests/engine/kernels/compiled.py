@@ -1,4 +1,4 @@
-"""The compiled kernels, where this machine can compile them."""
+"""Compiled kernels, on machines that can compile them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if platform.machine() == "x86_64":
 
 
 def compiled(dtype: torch.dtype) -> CpuKernels:
-    """Skips the test without a compiler."""
+    """Return the compiled kernels. Skip the test without a compiler."""
     try:
         return CpuKernels(cpu_library(), dtype)
     except KernelBuildError as error:
@@ -25,7 +25,7 @@ def compiled(dtype: torch.dtype) -> CpuKernels:
 
 
 def compiled_products(flags: tuple[str, ...]) -> CpuProducts:
-    """Those of one of ``BUILDS``. Skips the test without a compiler."""
+    """Return the products of one of ``BUILDS``. Skip the test without a compiler."""
     try:
         return CpuProducts(products_library(*flags) if flags else cpu_library())
     except KernelBuildError as error:

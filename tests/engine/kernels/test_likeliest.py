@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     width=st.integers(1, 70) | st.sampled_from([8192, 50_257]),
     seed=st.integers(0, 2**30),
 )
-def test_it_is_the_first_of_the_largest(
+def test_likeliest_token_is_the_first_of_the_largest(
     dtype: torch.dtype, num_rows: int, width: int, seed: int
 ) -> None:
     torch.manual_seed(seed)

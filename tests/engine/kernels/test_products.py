@@ -133,7 +133,7 @@ def test_only_bfloat16_has_products() -> None:
 
 @pytest.mark.parametrize("flags", BUILDS[1:], ids=" ".join)
 def test_all_kernels_compile_without_the_instructions(flags: tuple[str, ...]) -> None:
-    """To code that nobody runs: it takes the compiler a sixth of the time."""
+    """The code never runs, and is not optimized: that takes the compiler a sixth of the time."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("There is no C++ compiler.")

@@ -22,7 +22,7 @@ _WITHIN_S = 30.0
 
 
 class World:
-    """Engines of one checkpoint with a clock that is set by hand; those that are not asked step on
+    """Engines of one checkpoint with a clock that is set by hand. Engines without requests step on
     a thread, as in a process of their own."""
 
     def __init__(self, model: Path, folder: Path) -> None:
@@ -32,12 +32,12 @@ class World:
         self._engines: list[Engine] = []
 
     def _clock_s(self) -> float:
-        """So little passes by itself that it is nothing beside what is passed by hand."""
+        """Return the time; each call adds 1 µs, which is negligible beside steps by hand."""
         self.now_s += 1e-6
         return self.now_s
 
     def start(self, *, address: str = "", lends_cache: bool = True, **config: Any) -> Engine:
-        """Another one; without ``lends_cache`` its cache is in memory of its own."""
+        """Start another engine; without ``lends_cache`` its cache is in memory of its own."""
         given: dict[str, Any] = {"num_blocks": 24, "device": "cpu", "transfer": True}
         settings = resolved(self.model, **given | config)
         runner = load_runner(self.model, msgspec.structs.replace(settings, transfer=lends_cache))
@@ -48,26 +48,26 @@ class World:
         engine._tiers.exchange_with_peers(
             identity, address or None, self.folder, settings.transfer_transport
         )
-        # Nobody knows, so that everything is pulled.
+        # A computing time of 0 means unknown, so that everything is pulled.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0
         self._engines.append(engine)
         return engine
 
     def source(self, engine: Engine, num_tokens: int = 0, **endpoint: Any) -> KvSource:
-        """``engine`` as one that has blocks."""
-        told = engine.transfer_endpoint
-        assert told is not None
+        """Return ``engine`` as a KV source."""
+        own = engine.transfer_endpoint
+        assert own is not None
         return KvSource(
             worker_id="peer",
-            endpoint=msgspec.structs.replace(told, **endpoint),
+            endpoint=msgspec.structs.replace(own, **endpoint),
             num_tokens=num_tokens,
         )
 
     def pull(
         self, engine: Engine, source: KvSource, peer: Engine, asked: EngineRequest | None = None
     ) -> tuple[list[int], EngineOutput]:
-        """The tokens of a request, whose blocks ``source`` says are with ``peer``, which rests
-        meanwhile; and its first output."""
+        """Return the tokens of a request and its first output. ``source`` places the request's
+        blocks at ``peer``, which rests meanwhile."""
         asked = asked or request("r", HISTORY)
         engine.add(msgspec.structs.replace(asked, kv_source=source))
         with resting(peer):
@@ -83,7 +83,7 @@ class World:
 
 
 class resting:  # noqa: N801 (a context)
-    """``rest`` is called whenever there is something to do, as the engine's process does."""
+    """Context in which a thread calls ``rest`` at each wake-up, as the engine's process does."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -105,13 +105,13 @@ class resting:  # noqa: N801 (a context)
 
 
 def ask(engine: Engine, asked: EngineRequest | None = None) -> list[int]:
-    """The tokens of a request that nobody else has blocks for."""
+    """Return the tokens of a request, of which no other engine has blocks."""
     engine.add(asked or request("r", HISTORY))
     return tokens_by_request(drain(engine))["r"]
 
 
 def rest(engine: Engine) -> None:
-    """Until nothing is on its way."""
+    """Wait until the engine has no transfer in flight."""
     until_s = time.monotonic() + _WITHIN_S
     while engine.rest() is not None:
         engine._bell.wait(1.0)

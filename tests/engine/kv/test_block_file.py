@@ -1,4 +1,4 @@
-"""Blocks in a file: what was written is read, and nothing else is."""
+"""Blocks in a file: written blocks are read, and no others."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_files_of_others_make_room_when_they_are_too_many(tmp_path: Path) -> Non
     held.close()
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_too_small_size_and_unusable_path_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"disk_cache_bytes is 4096, but one block takes 4096"):
         _open(tmp_path, max_bytes=4096)
     (tmp_path / "file").touch()

@@ -53,7 +53,9 @@ def test_misuse_is_an_error() -> None:
         st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=60
     ),
 )
-def test_any_history_keeps_it_whole(num_blocks: int, operations: list[tuple[str, int]]) -> None:
+def test_pool_stays_consistent_over_any_history(
+    num_blocks: int, operations: list[tuple[str, int]]
+) -> None:
     pool = BlockPool(num_blocks, 16)
     held: list[int] = []  # one entry a reference
     for operation, amount in operations:

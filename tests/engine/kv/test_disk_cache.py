@@ -1,5 +1,5 @@
-"""Idle conversations on disk: they come back after a restart with the same tokens, whatever has
-become of the file."""
+"""Idle conversations on disk: they come back after a restart with the same tokens, even if the file
+is damaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class World:
         self._engines: list[Engine] = []
 
     def start(self, **config: Any) -> Engine:
-        """A process that begins: the one before has ended, and its memory is gone."""
+        """Start a process: the earlier one has ended, and its memory is gone."""
         self.end()
         settings = resolve(self.model, self.settings(**config))
         self._runner.cache.blocks.zero_()
@@ -55,7 +55,7 @@ class World:
         self._engines.clear()
 
     def rest(self, engine: Engine) -> None:
-        """Let it be idle until all is written."""
+        """Let the engine be idle until all blocks are written."""
         self.now_s += 100.0
         deadline_s = time.monotonic() + 30.0
         while engine.rest() is not None:
@@ -77,7 +77,7 @@ def world(llama: tuple[Path, Any], runner: ModelRunner, tmp_path: Path) -> Itera
 
 
 def _ask(engine: Engine, token_ids: list[int] = HISTORY, **fields: Any) -> tuple[Any, int]:
-    """The tokens, and how many of the prompt were found."""
+    """Run a request; return its tokens, and how many tokens of the prompt were found."""
     engine.add(request("r", token_ids, **fields))
     outputs: list[EngineOutput] = drain(engine)
     found = next(o for o in outputs if o.started).num_cached_tokens
@@ -223,7 +223,7 @@ def test_the_longest_unused_gives_way(world: World) -> None:
     assert [_ask(engine, prompt(number, 90))[1] for number in (0, 2)] == [0, 80]
 
 
-def test_who_is_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
+def test_request_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
     engine = world.start()
     _ask(engine)
     world.rest(engine)
@@ -251,7 +251,7 @@ def test_several_completions_of_a_prompt_that_is_on_disk(world: World) -> None:
 
 
 @pytest.mark.parametrize("config", [{"prefix_cache": False}, {"host_cache_bytes": 0}])
-def test_it_needs_what_it_is_below(world: World, config: dict[str, Any]) -> None:
+def test_disk_cache_needs_the_tiers_above_it(world: World, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"disk_cache_path needs engine\.prefix_cache"):
         world.start(**config)
 

@@ -29,7 +29,7 @@ BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 
 
 class Shelf:
-    """Host memory that holds the number of the block that was put there."""
+    """Host memory that holds the number of each block put there."""
 
     block_bytes = 100
     bytes_per_s = None
@@ -97,7 +97,7 @@ def test_without_memory_it_goes_on_without(caplog: pytest.LogCaptureFixture) -> 
         max_size=40,
     ),
 )
-def test_any_history_keeps_it_whole(
+def test_host_cache_stays_consistent_over_any_history(
     num_slots: int, operations: list[tuple[str, list[int]]]
 ) -> None:
     shelf = Shelf(num_slots)
@@ -193,7 +193,7 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
     stats = engine.stats()
     assert (stats.num_used_host_blocks, stats.num_offloaded_blocks) == (6, 6)
     assert stats.num_idle_blocks == 1  # that of the other one, which is younger
-    runner.cache.data[:, :24] = 0  # nobody reads what is free
+    runner.cache.data[:, :24] = 0  # free blocks are never read
     again, num_cached = ask("r", history)
     assert (again, num_cached) == (first, 80)
     stats = engine.stats()
@@ -202,7 +202,7 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
 
 
 def fast_swaps(engine: Engine) -> None:
-    """Have the cost model believe that computing is slow."""
+    """Make the cost model take computing for slow."""
     engine._planner.recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
 
 

@@ -41,7 +41,7 @@ def kv_cache(dtype: torch.dtype, *, num_blocks: int = 7, block_size: int = 4) ->
 
 
 def filled(dtype: torch.dtype, *, num_blocks: int = 7) -> KVCache:
-    """All of it random numbers."""
+    """Return a cache full of random numbers."""
     cache = kv_cache(dtype, num_blocks=num_blocks)
     cache.data.copy_(torch.randn(cache.data.shape))
     if cache.scales is not None:
@@ -84,7 +84,7 @@ def test_blocks_are_in_one_piece_each_as_large_as_said(
         assert (raw[num_blocks] == 255).all()
         raw[num_blocks] = 0
         assert not raw.any()
-    # What is left is room between and behind the two.
+    # The other bytes are room between and behind the two.
     assert (cache.blocks == 255).sum() * config.num_hidden_layers == size_bytes - least
 
 
@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_found_and_scrubbed(dtype: torch.dtype) -> None:
 
 
 class Timeline:
-    """Events of a device that comes by when it is told to, and takes 2 ms between any two."""
+    """Events of a device that passes them on command, with 2 ms between any two."""
 
     def __init__(self) -> None:
         self.num_recorded = 0

@@ -1,4 +1,4 @@
-"""The engine says what comes into its prefix cache and what leaves it."""
+"""KV events: blocks that enter or leave the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept_by(engine: Engine) -> set[bytes]:
 
 
 class Mirror:
-    """What somebody believes who hears of all changes."""
+    """Keys of a prefix cache, as known to a listener to all changes."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, None] = {}
@@ -102,7 +102,7 @@ def test_without_a_prefix_cache_there_is_nothing_to_tell(make_engine: MakeEngine
     assert engine.pop_prefix_changes() is None
 
 
-def test_more_than_is_noted_is_told_as_a_whole() -> None:
+def test_overflow_of_changes_is_reported_as_the_whole_cache() -> None:
     kept = {bytes([number]) * 16: None for number in range(9)}
     log = KvEvents(kept.__contains__, lambda: kept, max_noted=4)
     for key in kept:
@@ -116,7 +116,7 @@ def test_more_than_is_noted_is_told_as_a_whole() -> None:
 
 
 def warm_costs() -> CostModel:
-    """10 ms a step, 1 ms a decoding sequence, 0.1 ms a token of a prompt."""
+    """Set the costs to 10 ms a step, 1 ms a decoding sequence and 0.1 ms a token of a prompt."""
     costs = CostModel()
     for number in range(200):
         prefill, decodes = (number * 37) % 300, (number * 7) % 20

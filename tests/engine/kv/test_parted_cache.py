@@ -1,4 +1,4 @@
-"""A KV cache of which ranks have a part each: what is done with a block is done in all parts."""
+"""KV cache with a part at each rank: an operation on a block applies to all parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Others:
 
 
 def parted() -> tuple[KVCache, list[KVCache]]:
-    """Rank 0's cache, and those of all ranks."""
+    """Return rank 0's cache, and the caches of all ranks."""
     caches = [filled(torch.bfloat16, num_blocks=NUM_BLOCKS) for _ in range(3)]
     caches[0].others = Others(caches[1:])
     return caches[0], caches
@@ -68,7 +68,7 @@ def test_slots_come_back_in_all_parts(blocks: list[int]) -> None:
     # Slots for three blocks, and too little for a fourth.
     memory = host_memory_of(lead, 4 * lead.block_bytes - 1)
     assert memory.num_slots == 3
-    assert memory.pages is None, "nobody has the whole of a block"
+    assert memory.pages is None, "no part has the whole of a block"
     before = [cache.blocks.clone() for cache in caches]
     memory.store(blocks[:3], [2, 0, 1])
     for cache in caches:

@@ -67,7 +67,7 @@ def test_a_peer_that_is_gone_costs_no_token_and_is_left_alone_for_a_while(world:
     engine.check_integrity()
 
 
-def test_what_could_not_be_pulled_ahead_may_be_asked_for_again(world: World) -> None:
+def test_failed_pull_ahead_may_be_asked_for_again(world: World) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
     source = world.source(peer)
@@ -102,13 +102,15 @@ def test_a_slow_peer_holds_up_a_prompt_for_a_while_only(world: World) -> None:
     engine.check_integrity()
 
 
-def test_what_may_be_torn_is_not_used(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_may_be_torn_are_not_used(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
     client = "millrace.engine.transfer.client"
 
     def slow(source: Any, target: Any, runs: Any) -> None:
-        """The peer's time for it is over meanwhile, and it overwrites what it lent."""
+        """Let the peer's loan end and the peer overwrite the lent blocks, before the copy."""
         world.now_s += LOAN_S + 1.0
         peer.rest()
         peer._runner.cache.blocks.fill_(0x3F)
@@ -128,7 +130,7 @@ def test_what_may_be_torn_is_not_used(world: World, monkeypatch: pytest.MonkeyPa
     engine.check_integrity()
 
 
-def test_what_is_lent_is_not_overwritten(world: World) -> None:
+def test_lent_blocks_are_not_overwritten(world: World) -> None:
     peer = world.start()
     ask(peer)
     exchange = peer._tiers.exchange
@@ -179,7 +181,7 @@ def test_host_memory_that_has_no_room_takes_what_it_can(world: World) -> None:
     assert (tokens, started.num_pulled_tokens) == (expected, 48)
 
 
-def test_who_is_cancelled_while_blocks_come_leaves_nothing(world: World) -> None:
+def test_request_cancelled_while_blocks_arrive_leaves_nothing(world: World) -> None:
     peer, engine = world.start(), world.start()
     ask(peer)
     engine.add(msgspec.structs.replace(request("gone", HISTORY), kv_source=world.source(peer)))

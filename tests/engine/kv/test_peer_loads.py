@@ -29,7 +29,7 @@ def world(llama: tuple[Path, Any], tmp_path: Path) -> Iterator[World]:
 
 
 def _load(seed: int) -> list[EngineRequest]:
-    """Requests that begin as others do, of two tenants."""
+    """Draw requests of two tenants, many with common beginnings."""
     generator = random.Random(seed)
     stems = [prompt(stem, 200) for stem in range(3)]
     made = []
@@ -94,8 +94,8 @@ def _run(
     *,
     remote: bool,
 ) -> tuple[dict[str, list[int]], set[str]]:
-    """What came of each request, and which were cancelled. Engines step in turn, as their processes
-    would, and rest where they have nothing to do."""
+    """Return the tokens of each request, and the cancelled requests. Engines step in turn, as their
+    processes would, and rest if they have nothing to do."""
     made: defaultdict[str, list[int]] = defaultdict(list)
     cancelled: set[str] = set()
     left = list(load)
@@ -130,7 +130,7 @@ def _step(engines: list[Engine], made: dict[str, list[int]], generator: random.R
 
 
 def _settle(world: World, engines: list[Engine]) -> None:
-    """Until nothing is on its way between them."""
+    """Wait until no transfer between the engines is in flight."""
     until_s = time.monotonic() + _WITHIN_S
     while any(engine._tiers.is_busy for engine in engines):
         assert time.monotonic() < until_s

@@ -66,7 +66,7 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
 
 @pytest.fixture(scope="module")
 def exact_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that the compiled kernels compute."""
+    """Save a checkpoint that the compiled kernels compute."""
     path = tmp_path_factory.mktemp("exact")
     save_llama(
         path,
@@ -101,7 +101,7 @@ def test_a_stream_goes_on_elsewhere_from_its_own_blocks(
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
-def test_so_it_does_with_other_kernels(world: World, kernels: str) -> None:
+def test_stream_goes_on_elsewhere_with_other_kernels(world: World, kernels: str) -> None:
     _goes_on_elsewhere(world, {"kernels": kernels})
 
 
@@ -156,7 +156,7 @@ def test_a_stream_goes_on_where_the_model_is_split_otherwise(
     world.close()
 
 
-def test_what_a_stream_has_can_be_pulled_before_it_comes(world: World) -> None:
+def test_blocks_of_a_stream_can_be_pulled_before_it_arrives(world: World) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
     source = world.source(peer)
@@ -175,7 +175,7 @@ def test_what_a_stream_has_can_be_pulled_before_it_comes(world: World) -> None:
     engine.check_integrity()
 
 
-def test_nothing_to_pull_ahead_is_over_at_once_and_a_peer_that_is_gone_soon(world: World) -> None:
+def test_empty_pull_ahead_ends_at_once_and_one_from_a_lost_peer_soon(world: World) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
     asked = request("r", HISTORY)
@@ -189,8 +189,8 @@ def test_nothing_to_pull_ahead_is_over_at_once_and_a_peer_that_is_gone_soon(worl
     engine.check_integrity()
 
 
-def test_a_cache_that_nobody_may_map_is_read_by_way_of_host_memory(world: World) -> None:
-    """As that of a GPU."""
+def test_cache_that_cannot_be_mapped_is_read_through_host_memory(world: World) -> None:
+    """The cache of a GPU, for example, cannot be mapped by a peer."""
     peer, engine = world.start(lends_cache=False), world.start()
     assert peer._runner.cache.pages is None
     expected = ask(peer)
@@ -248,7 +248,7 @@ def test_a_peer_is_asked_for_what_it_is_said_to_have(world: World) -> None:
     assert (tokens, started.num_pulled_tokens) == (expected, (2 + 16) * 16)
 
 
-def test_what_is_computed_sooner_is_not_pulled(world: World) -> None:
+def test_blocks_that_are_computed_sooner_are_not_pulled(world: World) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
     engine._tiers.arrivals._compute_s = lambda num_tokens: num_tokens * 1e-6
@@ -313,7 +313,7 @@ def test_only_both_sides_take_blocks_of_other_ranks(world: World) -> None:
     assert layouts[0] != layouts[1] == layouts[2]
 
 
-def test_where_it_can_be_and_where_it_cannot(llama: tuple[Path, Any], tmp_path: Path) -> None:
+def test_transfer_is_resolved_by_the_settings(llama: tuple[Path, Any], tmp_path: Path) -> None:
     path = llama[0]
 
     def decided(*, among_others: bool = True, **config: Any) -> bool | None:

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nobody can tell from the tokens."""
+"""Prefix cache: a common beginning of prompts is computed once, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_block_is_found_by_the_first_that_computed_it() -> None:
 
 @pytest.fixture(scope="module")
 def cold(llama: tuple[Path, Any]) -> Any:
-    """The tokens of a prompt computed without any cache."""
+    """Return the tokens of a prompt computed without any cache."""
     config = EngineConfig(num_blocks=128, device="cpu", prefix_cache=False, host_cache_bytes=0)
     engine = Engine.load(llama[0], config)
 

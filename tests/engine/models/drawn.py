@@ -21,7 +21,7 @@ _LISTED = ("Qwen2", "Qwen3")
 
 @st.composite
 def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """Arguments of the family's configuration in transformers."""
+    """Draw arguments of the family's configuration in transformers."""
     num_layers = draw(st.integers(1, 3))
     num_kv_heads = draw(st.integers(1, 3))
     group_size = draw(st.integers(1, 4))
@@ -31,7 +31,7 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
     unit = 16 if aligned else 1
     config: dict[str, Any] = {
         "vocab_size": draw(st.integers(50, 150)),
-        # transformers wants a multiple of the heads of a Llama, whatever its head_dim.
+        # transformers wants a multiple of the heads of a Llama, for any head_dim.
         "hidden_size": max(1, draw(st.integers(16, 48)) // (num_heads * unit)) * num_heads * unit,
         "intermediate_size": max(1, draw(st.integers(10, 60)) // unit) * unit,
         "num_hidden_layers": num_layers,
@@ -59,7 +59,8 @@ def checkpoints(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 @st.composite
 def _windows(draw: st.DrawFn, family: str, num_layers: int) -> dict[str, Any]:
-    """From none over narrower than a block, a chunk or the prompt to wider than all tokens."""
+    """Draw windows: none, narrower than a block, a chunk or the prompt, or wider than all
+    tokens."""
     window = draw(st.none() | st.integers(1, 70) | st.just(_MAX_POSITIONS))
     if family not in _SWITCHED:
         return {"sliding_window": window}

@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _Meeting:
-    """Where threads exchange numbers."""
+    """Meeting point at which threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
@@ -43,7 +43,7 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """``Collectives`` of a thread; ``num_calls`` are its own."""
+    """``Collectives`` of a thread; ``num_calls`` counts its own calls."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
@@ -65,7 +65,8 @@ class ThreadCollectives:
 
 
 def on_ranks(size: int, compute: Callable[[ThreadCollectives], ResultT]) -> list[ResultT]:
-    """What ``compute`` returns on each rank. Raises what the first rank that failed raised."""
+    """Return the result of ``compute`` on each rank. Raise the error of the first rank that
+    failed."""
     meeting = _Meeting(size)
 
     def of_rank(rank: int) -> ResultT:
@@ -98,9 +99,12 @@ def logits_of(
     dtype: torch.dtype = torch.float32,
     **makers: Any,
 ) -> torch.Tensor:
-    """[num_rows, vocab_size] of every row of two steps, by so many ranks of each stage, by weights
-    after a ``change`` if any. Every other row has the adapter; each rank has a source of its own.
-    Something else than logits comes of what the last stage makes of its hidden states."""
+    """Return the logits of every row of two steps: [num_rows, vocab_size].
+
+    Each stage has ``size`` ranks, with weights after a ``change``, if given. Every other row has
+    the adapter; each rank has a source of its own. ``behind`` turns the last stage's hidden states
+    into the result, which is logits by default.
+    """
 
     def compute(
         stage: int, received: list[list[torch.Tensor]], collectives: ThreadCollectives
@@ -139,7 +143,7 @@ def weights_of(
     dtype: torch.dtype = torch.float32,
     **makers: Any,
 ) -> DecoderWeights:
-    """A rank's."""
+    """Return the weights of a rank."""
     config = read_model_config(path)
     check_shard(config, shard.size, shard.splits_experts, shard.num_stages)
     return load_weights(
@@ -156,7 +160,7 @@ def weights_of(
 def _decoder(
     path: Path, shard: Shard, collectives: Collectives, weights: DecoderWeights
 ) -> Decoder[FlatBatch, Any]:
-    """A rank's, by torch's operations, with a KV cache of its layers and heads."""
+    """Return a rank's decoder by torch's operations, with a KV cache of its layers and heads."""
     own = shard_config(read_model_config(path), shard)
     cache = KVCache(
         own, num_blocks=20, block_size_tokens=BLOCK_SIZE, dtype=weights.dtype, device=CPU
@@ -169,7 +173,7 @@ def _decoder(
 
 
 def _steps(adapter: AdapterWeights | None) -> Iterator[tuple[FlatBatch, RowAdapters | None]]:
-    """Two prompts; then a token behind each of them, and a third prompt."""
+    """Return two steps: two prompts; then a token after each of them, and a third prompt."""
     first, second, third = PROMPTS
     tables = [list(range(4)), list(range(4, 7)), list(range(7, 10))]
     yield _step([(first, 0, tables[0]), (second, 0, tables[1])], 0, adapter)

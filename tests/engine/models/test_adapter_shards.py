@@ -1,4 +1,4 @@
-"""Adapters over several ranks, each with the slices that go with its own of the model."""
+"""Adapters over several ranks: each rank has the slices that fit its slices of the model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_attention_beside_experts(tmp_path: Path, size: int) -> None:
 def test_products_that_have_adapters_added_to_them(
     base: tuple[Path, Any], tmp_path: Path, size: int
 ) -> None:
-    """As those of a device have."""
+    """The products add adapters themselves, as those of a device do."""
     path, model = base
     save_adapter(tmp_path, model)
     read = reader(path, tmp_path)
@@ -130,7 +130,7 @@ def test_ranks_have_slices_of_the_matrices(
 
 
 def test_the_compiled_step_takes_slices_of_an_adapter(tmp_path: Path) -> None:
-    """Of a rank's layers alone, sums over ranks left out, beside the decoder by single calls."""
+    """The step of a rank's layers, without sums over ranks, equals the decoder of single calls."""
     kernels = compiled(torch.bfloat16)
     model = save_model(tmp_path / "base", "Llama", **(SIZES | {"head_dim": 32}))
     save_adapter(tmp_path / "one", model)

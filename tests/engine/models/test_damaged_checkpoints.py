@@ -1,4 +1,4 @@
-"""Whatever tensor of a checkpoint is missing, cut, misshapen or too many, it is named."""
+"""Damaged checkpoints: the error names a missing, cut, misshapen or superfluous tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EACH = settings(
 
 @pytest.fixture(scope="module", params=[*CHANGES, "sharded", "base"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each family, one in shards and one without a head."""
+    """Return a checkpoint of each family, one of them in shards and one without a head."""
     path = tmp_path_factory.mktemp("whole")
     if request.param == "base":
         save_base_model(path, "Qwen3", num_hidden_layers=NUM_LAYERS)
@@ -70,7 +70,7 @@ def refused(path: Path, *words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(path)
     for word in words:
-        # The whole name, not one that it is a part of.
+        # The whole name, not a longer name that contains it.
         assert re.search(rf"(?<![\w.]){re.escape(word)}(?![\w]|\.\w)", caught.value.message), word
 
 
@@ -163,7 +163,7 @@ def test_a_tensor_too_many(copy: Callable[[], Path], data: st.DataObject) -> Non
 
 
 def test_the_files_are_whole(whole: Path) -> None:
-    """What the properties start from has every tensor in some file."""
+    """The undamaged checkpoint of the property tests has every tensor in some file."""
     names = set()
     for file in whole.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:

@@ -71,7 +71,7 @@ CHUNKS = [40, 1, 59]
 
 
 def logits_of(runner: ModelRunner, chunks: list[int]) -> list[torch.Tensor]:
-    """The last logits of each prompt, run side by side, the first of them in chunks."""
+    """Return the last logits of each prompt, run side by side, the first of them in chunks."""
     sequences: list[Sequence] = []
     taken = 0
     for i, token_ids in enumerate(PROMPTS):

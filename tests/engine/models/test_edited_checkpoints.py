@@ -28,14 +28,14 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def completion(path: Path) -> list[int]:
-    """Ours, greedy."""
+    """Return our greedy completion."""
     engine = Engine.load(path, EngineConfig(num_blocks=80, device="cpu"))
     engine.add(request("a", PROMPT, max_tokens=NUM_TOKENS))
     return tokens_by_request(drain(engine))["a"]
 
 
 def reference_completion(path: Path) -> list[int]:
-    """What transformers makes of the same folder, greedy."""
+    """Return the greedy completion by transformers, from the same folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     token_ids = list(PROMPT)
     for _ in range(NUM_TOKENS):

@@ -1,4 +1,4 @@
-"""What is refused at load, and in which dtype a checkpoint is computed."""
+"""Errors at load, and the dtype in which a checkpoint is computed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_half_precision_is_widened_without_loss(tmp_path: Path, stored: torch.dt
 
 
 def test_a_tied_checkpoint_may_leave_the_prefix_out(tmp_path: Path) -> None:
-    """As some embedding models do that are said to be language models."""
+    """Embedding models that declare themselves language models lack the prefix."""
     model = save_base_model(tmp_path, "Qwen3", tie_word_embeddings=True)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))

@@ -1,4 +1,4 @@
-"""Quantized weights over several ranks are the slices of those of one."""
+"""Quantized weights over several ranks: slices of the weights of one rank."""
 
 from __future__ import annotations
 
@@ -108,9 +108,8 @@ def test_stacks_of_experts(tmp_path: Path, size: int, quantization: str | None) 
 def test_rows_that_are_rounded(
     tmp_path: Path, write: Writer, fields: dict[str, Any], is_int8: bool, scales_of: Any, size: int
 ) -> None:
-    """Sums in another order land on the other side of a step now and then, and a rank's rows of
-    sliced inputs have scales of their own; so it is as near to what rows would be without rounding
-    as one rank is."""
+    """Sums in another order sometimes round to another step, and a rank's rows of sliced inputs
+    have scales of their own. The result is as near to unrounded rows as that of one rank."""
     save_model(tmp_path, "Llama", **SIZES)
     rewrite(tmp_path, {LAYERS: write}, fields)
     whole, exact = logits_of(tmp_path), logits_of(tmp_path / "wide")
@@ -129,7 +128,7 @@ def test_groups_of_rounded_inputs_that_a_slice_cuts(tmp_path: Path) -> None:
 def quantized_at_load(
     path: Path, quantization: str, shard: Shard, group: Collectives | None
 ) -> list[torch.Tensor]:
-    """The values of a rank's quantized weights, in the order of the model."""
+    """Return the values of a rank's quantized weights, in the order of the model."""
     values: list[torch.Tensor] = []
 
     def linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:

@@ -46,9 +46,10 @@ WIDE = settings(
 
 
 def theirs(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Tensor:
-    """transformers' logits behind the prompt's last token and every later one.
+    """Return transformers' logits after the prompt's last token and every later one.
 
-    Dynamic scaling is a matter of length there, so those are decoded as it would, with a cache.
+    Dynamic scaling depends on the length there, so those checkpoints are decoded with a cache, as
+    in transformers' own generation.
     """
     if model.config.rope_parameters["rope_type"] == "dynamic":
         return cached_logits(model, token_ids, num_prompt_tokens)
@@ -56,7 +57,7 @@ def theirs(model: Any, token_ids: list[int], num_prompt_tokens: int) -> torch.Te
 
 
 def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """The logits behind each chunk but those that end within the prompt's last."""
+    """Return the logits after each chunk."""
     sequence = Sequence(
         request("a", token_ids), arrival=0, key=0, max_total_tokens=len(token_ids) + 1
     )
@@ -71,7 +72,7 @@ def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.
 
 
 def check_logits(model: Any, path: Path, token_ids: list[int], cuts: list[int]) -> None:
-    """The prompt in chunks that end at ``cuts``, then NUM_DECODED tokens one by one."""
+    """Check the prompt in chunks that end at ``cuts``, then NUM_DECODED tokens one by one."""
     num_prompt_tokens = len(token_ids) - NUM_DECODED
     runner = ModelRunner.load(path, resolved(path, num_blocks=NUM_BLOCKS, device="cpu"))
     ends = sorted({0, num_prompt_tokens, *(cut for cut in cuts if cut < num_prompt_tokens)})
@@ -83,8 +84,8 @@ def check_logits(model: Any, path: Path, token_ids: list[int], cuts: list[int]) 
 
 
 def check_greedy(model: Any, prompt_ids: list[int], tokens: list[int]) -> None:
-    """Each token is transformers' choice behind those before it; or one that ties with it, where
-    the likelihoods differ by no more than the logits may."""
+    """Assert that each token is transformers' choice after the tokens before it, or ties with that
+    choice within the tolerance of the logits."""
     assert len(tokens) == NUM_TOKENS_OUT
     rows = theirs(model, prompt_ids + tokens[:-1], len(prompt_ids))
     short = rows.amax(-1) - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -92,7 +93,7 @@ def check_greedy(model: Any, prompt_ids: list[int], tokens: list[int]) -> None:
 
 
 def check_completions(model: Any, path: Path, prompts: list[list[int]], budget: int) -> None:
-    """The first prompt alone, again on a warm cache, then with all others in small chunks."""
+    """Check the first prompt alone, again on a warm cache, then with all others in small chunks."""
     alone = Engine.load(path, EngineConfig(num_blocks=NUM_BLOCKS, device="cpu"))
     completions = []
     block_size = EngineConfig().block_size_tokens

@@ -1,4 +1,4 @@
-"""A rank keeps its share of a model in memory, and copies of it alone."""
+"""Memory of a rank: its share of the model, and copies of that share alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OVERHEAD = 1.15
 
 
 def kept_bytes(weights: DecoderWeights) -> int:
-    """Of all memory that is kept alive, also by views of it."""
+    """Return the bytes of all memory that is kept alive, also by views of it."""
     sizes: dict[int, int] = {}
 
     def visit(part: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "num_stages"), [(1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages(tmp_path: Path, is_tied: bool, size: int, num_stages: int) -> None:
-    """Each has its layers, at one end the embeddings and at the other the head, and no more."""
+    """A stage has its layers, the first the embeddings and the last the head, and nothing else."""
     sizes = SIZES | {"num_hidden_layers": 5}
     save_model(tmp_path, "Llama", tie_word_embeddings=is_tied, attention_bias=True, **sizes)
     check_stages(tmp_path, size, num_stages)

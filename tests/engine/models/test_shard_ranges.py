@@ -1,4 +1,4 @@
-"""Which part of a model each rank has, and which models cannot be split."""
+"""Part of a model at each rank, and models that cannot be split."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ranks_of(size: int) -> list[Shard]:
 
 
 def tiles(ranges: list[range], number: int) -> None:
-    """One behind the other, all of so many."""
+    """Assert that the ranges follow one another and cover ``number`` items."""
     assert [one for own in ranges for one in own] == list(range(number))
 
 
@@ -174,6 +174,6 @@ def test_there_are_no_experts_to_split() -> None:
         check_shard(MODEL, 2, splits_experts=True)
 
 
-def test_there_is_a_rank() -> None:
+def test_zero_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 0; there is at least 1 rank"):
         check_shard(MODEL, 0, splits_experts=False)

@@ -1,4 +1,4 @@
-"""A model over several ranks computes what it computes on one."""
+"""Model over several ranks: it computes the same as on one."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_one_sum_for_the_embedding_and_for_each_half_of_a_layer(tmp_path: Path) 
 def test_an_embedding_that_is_not_finite_is_of_its_own_token_alone(
     tmp_path: Path, size: int, unused: int
 ) -> None:
-    """It is a rank's first or last, which it looks up in the place of others' tokens."""
+    """The embedding is a rank's first or last, which the rank reads in place of other ranks'
+    tokens."""
     assert not any(unused in one for one in PROMPTS)
     save_model(tmp_path, "Llama", nan_token=unused, **SIZES)
     same_logits(logits_of(tmp_path, size=size), logits_of(tmp_path))
@@ -121,7 +122,7 @@ def test_random_weights_are_those_of_one_rank(
 @pytest.mark.parametrize("splits_experts", [False, True], ids=["slices", "whole-experts"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_bfloat16(tmp_path: Path, size: int, splits_experts: bool, is_packed: bool) -> None:
-    """A sum over ranks is rounded once for each of them and once more, so by little more."""
+    """A sum over ranks is rounded once for each rank and once more, so the error grows little."""
     save_model(tmp_path, "Mixtral", **(SIZES | EXPERTS))
     makers: dict[str, Any] = {"dtype": torch.bfloat16}
     if is_packed:
@@ -137,7 +138,7 @@ def test_bfloat16(tmp_path: Path, size: int, splits_experts: bool, is_packed: bo
 @RANKS
 @pytest.mark.parametrize("splits_experts", [False, True], ids=["slices", "whole-experts"])
 def test_stacks_of_experts(tmp_path: Path, size: int, splits_experts: bool) -> None:
-    """As a device has them."""
+    """The experts are stacked as on a device."""
     save_model(tmp_path, "Mixtral", **(SIZES | EXPERTS))
     make = stacked_experts(reference_experts, Projection, fixed=False)
     ours = logits_of(tmp_path, size=size, splits_experts=splits_experts, experts=make)
@@ -146,7 +147,8 @@ def test_stacks_of_experts(tmp_path: Path, size: int, splits_experts: bool) -> N
 
 @pytest.mark.parametrize("kernels", [reference_experts, triton_experts], ids=["torch", "triton"])
 def test_parts_of_a_mixture_make_the_whole(kernels: ExpertKernels) -> None:
-    """What the kernels leave out of a part counts nothing; Triton's are interpreted."""
+    """Experts that the kernels leave out of a part add nothing; Triton's kernels are
+    interpreted."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> torch.Tensor:

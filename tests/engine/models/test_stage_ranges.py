@@ -1,4 +1,4 @@
-"""Which layers each stage has, and which models do not have as many."""
+"""Layers of each stage, and models with too few layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stages_of(num_stages: int, rank: int = 0, size: int = 1) -> list[Shard]:
 
 
 def loads_of(config: ModelConfig, ends: tuple[int, ...]) -> list[int]:
-    """What stages that end there weigh, the heaviest first."""
+    """Return the number of weights of stages with these ends, largest first."""
     weights = layer_weights(config)
     loads = [sum(weights[begin:end]) for begin, end in pairwise((0, *ends))]
     loads[-1] += config.vocab_size * config.hidden_size * config.has_head
@@ -104,7 +104,7 @@ def test_deep_models_are_split_at_once() -> None:
     assert max(lengths) == 8
 
 
-def test_only_all_of_it_is_whole() -> None:
+def test_shard_is_whole_only_with_all_layers() -> None:
     assert Shard().is_whole
     assert not Shard(0, 2).is_whole
     first, middle, last = stages_of(3)
@@ -114,7 +114,7 @@ def test_only_all_of_it_is_whole() -> None:
     assert not any(stage.is_sliced for stage in (first, middle, last))
 
 
-def test_there_is_a_stage() -> None:
+def test_zero_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel is 0; there is at least 1 stage"):
         check_shard(MODEL, 1, splits_experts=False, num_stages=0)
 

@@ -1,4 +1,4 @@
-"""The stages of a model, one behind the other, compute what the whole model computes."""
+"""Stages of a model in sequence: together they compute the same as the whole model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOWS: dict[str, Any] = {
 
 
 def same_as_whole(path: Path, size: int, num_stages: int, **options: Any) -> torch.Tensor:
-    """Returns the whole model's logits."""
+    """Compare the logits of stages with those of the whole model; return the latter."""
     same_bits(path, size, num_stages, **options)
     whole = logits_of(path, **options)
     same_logits(logits_of(path, size=size, **options), whole)
@@ -45,7 +45,8 @@ def same_as_whole(path: Path, size: int, num_stages: int, **options: Any) -> tor
 
 
 def same_bits(path: Path, size: int, num_stages: int, **options: Any) -> None:
-    """As a model of one stage has over as many ranks, whose sums are in the same order."""
+    """Assert the bits of a model of one stage over as many ranks, whose sums have the same
+    order."""
     ours = logits_of(path, size=size, num_stages=num_stages, **options)
     assert torch.equal(ours, logits_of(path, size=size, **options))
 
@@ -168,7 +169,7 @@ def test_random_weights_are_those_of_the_whole(tmp_path: Path, size: int, num_st
 
 @SPLITS
 def test_bfloat16(tmp_path: Path, size: int, num_stages: int) -> None:
-    """What is handed on is what the whole model would go on with."""
+    """The next stage receives the same values that the whole model would go on with."""
     save_model(tmp_path, "Llama", **FOUR_LAYERS)
     same_bits(tmp_path, size, num_stages, dtype=torch.bfloat16)
 

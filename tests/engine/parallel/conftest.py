@@ -1,4 +1,4 @@
-"""What the tests of ranks on devices have in common."""
+"""Fixtures of the tests of ranks on devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.engine.parallel.places import Places, folder_places, network_places
 
 @pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
-    """Where ranks meet that are on one host, or on several."""
+    """Return the meeting points of ranks on one host, or on several."""
     made: Places = request.param(tmp_path)
     return made

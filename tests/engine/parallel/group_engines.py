@@ -16,8 +16,8 @@ MOE: dict[str, Any] = shapes.MOE | {"num_hidden_layers": 2}
 
 
 def load(path: Path, ranks: int, **changes: Any) -> Engine:
-    """An engine, whose stages have so many ranks if there are several, with few sequences and
-    tokens, so that few steps are recorded."""
+    """Load an engine of ``ranks`` ranks, or of as many a stage, with few sequences and tokens, so
+    that few steps are recorded."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "kernels": "reference",

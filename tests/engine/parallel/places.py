@@ -1,4 +1,4 @@
-"""Where ranks that are threads of a test meet."""
+"""Meeting points of ranks that are threads of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder_places(folder: Path) -> Places:
 
 
 def network_places(_folder: Path) -> Places:
-    """Rank 0 has the store."""
+    """Return places on a network, whose store is at rank 0."""
     listener = socket.create_server((_HOST, 0))
     place = NetworkPlace(_HOST, listener.getsockname()[1], _HOST)
     return lambda rank: Rendezvous.at(place, WAIT_S, None if rank else listener)

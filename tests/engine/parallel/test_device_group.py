@@ -1,5 +1,4 @@
-"""Models over several devices, of which there are processes on the CPU here, beside the same model
-on one."""
+"""Models over several devices, here processes on the CPU, compared with the same model on one."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ BAD_TOKEN = 198
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of a checkpoint, and of an adapter for it."""
+    """Save a checkpoint and an adapter for it; return both folders."""
     path, adapter = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("adapter")
     save_adapter(adapter, save_model(path, "Llama", **SHAPE, nan_token=BAD_TOKEN), strength=4.0)
     return path, adapter
@@ -94,7 +93,7 @@ STAGES = {"ranks": 1, "pipeline_parallel": 2}
 
 @pytest.fixture(scope="module")
 def of_one(folders: tuple[Path, Path]) -> Engine:
-    """In so few blocks that sequences are preempted."""
+    """Load an engine of one rank, with so few blocks that sequences are preempted."""
     return load(folders[0], 1, **SETTINGS)
 
 
@@ -102,12 +101,12 @@ def of_one(folders: tuple[Path, Path]) -> Engine:
 def engines(
     request: pytest.FixtureRequest, folders: tuple[Path, Path], of_one: Engine
 ) -> list[Engine]:
-    """Of one rank and of two, which slice each layer or have one each."""
+    """Return engines of one rank and of two ranks, which slice each layer or have one each."""
     return [of_one, load(folders[0], **request.param, **SETTINGS)]
 
 
 def both(engines: list[Engine], requests: list[EngineRequest]) -> dict[tuple[str, int], list[Any]]:
-    """What two ranks answer, which is what one does."""
+    """Assert that two ranks answer as one does, and return the answers."""
     alone, together = (answers(engine, requests) for engine in engines)
     assert together == alone
     assert all(not engine.stats().num_running for engine in engines)
@@ -119,9 +118,11 @@ def finite_requests(seed: int) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_asked_for_is_answered_as_by_one_rank(engines: list[Engine], seed: int) -> None:
-    """Drawn with seeds and penalties, with log-probabilities of tokens and prompts, several
-    choices, and cached prefixes whose last block is copied."""
+def test_all_kinds_of_requests_are_answered_as_by_one_rank(
+    engines: list[Engine], seed: int
+) -> None:
+    """The requests are drawn with seeds and penalties, with log-probabilities of tokens and
+    prompts, several choices, and cached prefixes whose last block is copied."""
     assert len(both(engines, finite_requests(seed))) > 8
 
 
@@ -162,7 +163,7 @@ def test_adapters_take_turns_in_the_slot_of_every_rank(
     assert engines[1].stats().num_adapter_evictions >= 2
 
 
-def test_what_cannot_be_read_is_no_adapter(engines: list[Engine], tmp_path: Path) -> None:
+def test_unreadable_adapter_is_refused(engines: list[Engine], tmp_path: Path) -> None:
     save_adapter(tmp_path / "gone", save_model(tmp_path, "Llama", **SHAPE), seed=5)
     adapter = engine_adapter(tmp_path / "gone")
     (tmp_path / "gone" / "adapter_model.safetensors").unlink()
@@ -172,7 +173,7 @@ def test_what_cannot_be_read_is_no_adapter(engines: list[Engine], tmp_path: Path
 
 
 def test_numbers_that_are_not_finite_are_of_their_own_request(engines: list[Engine]) -> None:
-    """Their blocks are scrubbed on every rank before others have them."""
+    """Blocks with such numbers are scrubbed on every rank before other requests have them."""
     bad = [request(f"bad {i}", [*prompt(40 + i, 20, 190), BAD_TOKEN]) for i in range(2)]
     answered = both(engines, [*bad, request("good", prompt(42, 20, 190))])
     assert all(answered[one.request_id, 0][-1][1][0].startswith("non_finite") for one in bad)
@@ -206,7 +207,7 @@ def test_a_cancelled_request_leaves_its_blocks(engines: list[Engine]) -> None:
 
 
 def test_a_stage_computes_a_step_while_another_is_in_the_next_one(engines: list[Engine]) -> None:
-    """Each of half the sequences, so that there are twice as many."""
+    """A step has half the sequences, so that there are twice as many steps."""
     engine = engines[1]
     before = engine.stats().num_steps
     asked = [request(f"r{i}", prompt(70 + i, 8, 190), max_tokens=10) for i in range(4)]
@@ -215,8 +216,8 @@ def test_a_stage_computes_a_step_while_another_is_in_the_next_one(engines: list[
     assert (engine.stats().num_steps - before > 9 * 2) == (num_stages == 2)
 
 
-def test_one_that_ends_in_the_middle_of_a_step_leaves_its_row_alone(engines: list[Engine]) -> None:
-    """Which is another's at once, whose penalised tokens are counted there."""
+def test_sequence_that_ends_within_a_step_leaves_its_row_alone(engines: list[Engine]) -> None:
+    """Another sequence has the row at once, and its penalised tokens are counted there."""
     for engine in engines:
         for i in range(6):
             engine.add(request(f"r{i}", prompt(80 + i, 8, 190), max_tokens=20))

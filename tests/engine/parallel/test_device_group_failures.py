@@ -1,4 +1,4 @@
-"""Ranks on devices that end, hang or cannot be loaded, and what a group of them is not."""
+"""Ranks on devices that end, hang or fail to load, and unsupported settings of their group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ of_each_kind = pytest.mark.parametrize(
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, llama: Path) -> Iterator[Engine]:
-    """A group of 2, of ranks unless the test says another, which one test may break."""
+    """Yield a group of 2 ranks, or of the kind of the parameter, which one test may break."""
     kind: dict[str, Any] = getattr(request, "param", RANKS)
     engine = load(llama, rank_timeout_s=2.0, cuda_graphs=False, **kind)
     members = runner_of(engine)._lead.members
@@ -90,10 +90,11 @@ def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
         drain(pair)
 
 
-async def test_what_goes_wrong_on_rank_0_ends_the_group(
+async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the others have been told, who wait for it in the middle of a step."""
+    """The failure comes after the other ranks received the step, while they wait in the middle of
+    it."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -104,7 +105,7 @@ async def test_what_goes_wrong_on_rank_0_ends_the_group(
         patch.setattr(runner._state, "row_of", fail)
         pair.add(request("r", prompt(1, 20)))
         [output] = drain(pair)
-        assert output.error is not None, "nobody else had heard of it"
+        assert output.error is not None, "rank 1 had not heard of it"
     pair.add(request("again", prompt(1, 20), max_tokens=4))
     assert len(tokens_by_request(drain(pair))["again"]) == 4
     monkeypatch.setattr(runner._decoder, "forward", fail)
@@ -142,7 +143,7 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_group_of_devices_is_not(
+def test_unsupported_settings_of_a_group_of_devices_are_refused(
     llama: Path, settings: dict[str, Any], message: str
 ) -> None:
     before = {child.pid for child in psutil.Process().children()}
@@ -182,7 +183,7 @@ def test_ranks_are_as_many_as_hear_one(llama: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    """By rank 0, which finds what the others do."""
+    """Rank 0 finds the same error as the other ranks, and names the checkpoint."""
     save_model(tmp_path, "Qwen3Moe", **MOE)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_be_loaded_says_why(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And rank 0 does not wait for it in the middle of its own loading."""
+    """Rank 0 does not wait for the other rank in the middle of its own loading."""
 
     def elsewhere(path: str, rank: int, **rest: Any) -> JoinDevices:
         return JoinDevices(path="/nowhere" if rank else path, rank=rank, **rest)

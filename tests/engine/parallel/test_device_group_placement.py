@@ -1,5 +1,5 @@
-"""Steps of ranks on CUDA devices where there are none: what is recorded asks the host for nothing,
-and what is exchanged lies on the device."""
+"""Steps of ranks on pretended CUDA devices: recorded steps need nothing from the host, and
+exchanged tensors lie on the device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.engine.support import resolved
 
 
 class PretendedWork:
-    """Of one who sends or receives."""
+    """Handle of a send or a receive."""
 
     def wait(self) -> None:
-        """What is told later does."""
+        """Return at once: work launched later waits instead."""
 
 
 class PretendedGroup:
-    """In the place of NCCL: looks at what is exchanged, and at nothing in it."""
+    """Stand-in for NCCL that checks where tensors lie, and reads none of their contents."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -72,7 +72,7 @@ class PretendedGroup:
 
 
 class PretendedExchange(RankExchange):
-    """One that all have met in."""
+    """Exchange in which all ranks have met."""
 
     def __init__(self, calls: list[str]) -> None:
         self.is_cuda = True
@@ -81,7 +81,7 @@ class PretendedExchange(RankExchange):
 
 
 class PretendedLinks(StageLinks):
-    """To and from all stages."""
+    """Links to and from all stages."""
 
     def __init__(self, shard: Shard, calls: list[str]) -> None:
         self._stage = shard.stage
@@ -90,7 +90,7 @@ class PretendedLinks(StageLinks):
 
 
 class PretendedRanks(DeviceRanks):
-    """One that has met the others."""
+    """Rank that has met the others."""
 
     def __init__(self, shard: Shard, *, fixed: bool) -> None:
         self.rank = shard.rank
@@ -104,7 +104,7 @@ class PretendedRanks(DeviceRanks):
 
 
 class PretendedLead:
-    """As far as recording goes."""
+    """Rank 0 of a group, as far as recording needs it."""
 
     def __init__(self, ranks: DeviceRanks) -> None:
         self.ranks = ranks
@@ -118,7 +118,7 @@ def ready_steps(
     config: dict[str, Any],
     operations: Operations,
 ) -> tuple[DeviceSteps, PretendedRanks]:
-    """Those of a rank, recorded, of a model of 2 layers."""
+    """Return the recorded steps of a rank, for a model of 2 layers."""
     monkeypatch.setattr(device_loading, "DummyTensors", ShapesOnly)
     monkeypatch.setattr(device_loading, "is_interpreted", lambda: False)
     (path / "config.json").write_text(json.dumps(CONFIGS[model] | {"num_hidden_layers": 2}))
@@ -188,15 +188,16 @@ def test_steps_are_recorded_without_the_host(
         pytest.param(Shard(0, 1, False, 0, 2), [], ["send to 1"], id="a rank each"),
     ],
 )
-def test_what_goes_from_stage_to_stage_is_not_recorded(
+def test_messages_between_stages_are_not_recorded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     shard: Shard,
     recorded: list[str],
     around: list[str],
 ) -> None:
-    """And lies on the device. What is recorded has the embedding and two sums in the first stage,
-    two sums and the logits in the last one; hidden states, and results, go around it."""
+    """Messages between stages lie on the device. The recording of the first stage has the embedding
+    and two sums, that of the last stage two sums and the logits; hidden states and results are sent
+    outside of it."""
     replace_kernels(monkeypatch)
     operations = Operations()
     with pretending(operations):

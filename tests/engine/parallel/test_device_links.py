@@ -1,4 +1,4 @@
-"""What goes from stage to stage of devices, by Gloo as on a CPU: ranks are threads here."""
+"""Links between stages of devices, over Gloo as on a CPU: ranks are threads here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 # What no socket takes before its receiver is there.
 NUM_NUMBERS = 1 << 22
 NUM_STEPS = 7
-# What rank 0 says: a step, rows of one that is so many steps back, or nothing any more.
-Told = Queue[tuple[str, int] | None]
+# Message of rank 0: a step, the rows of an earlier step (so many steps back), or None for the end.
+Messages = Queue[tuple[str, int] | None]
 
 
 def met(
     places: Places, num_stages: int, size: int = 1, timeout_s: float = 30.0
 ) -> list[list[StageLinks]]:
-    """By stage and rank."""
+    """Return the links of all ranks, by stage and rank."""
 
     def meet(number: int) -> StageLinks:
         stage, rank = divmod(number, size)
@@ -36,8 +36,9 @@ def met(
     return [links[begin : begin + size] for begin in range(0, len(links), size)]
 
 
-def _lead(links: StageLinks, others: list[Told]) -> list[tuple[float, float]]:
-    """What rank 0 does with the steps; the results of each, and of every other one its rows."""
+def _lead(links: StageLinks, others: list[Messages]) -> list[tuple[float, float]]:
+    """Play rank 0: send steps, and return the results of each step and the rows of every other
+    one."""
     hidden, result = torch.empty(NUM_NUMBERS), torch.empty(NUM_NUMBERS)
     read: list[tuple[float, float]] = []
 
@@ -65,9 +66,9 @@ def _lead(links: StageLinks, others: list[Told]) -> list[tuple[float, float]]:
     return read
 
 
-def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
+def _follow(links: StageLinks, queue: Messages, *, is_last: bool) -> None:
     hidden, result = torch.empty(NUM_NUMBERS), torch.empty(NUM_NUMBERS)
-    while (message := told.get(timeout=60)) is not None:
+    while (message := queue.get(timeout=60)) is not None:
         what, step = message
         if what == "rows":
             if is_last:
@@ -84,15 +85,15 @@ def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_two_steps_at_a_time_go_through_all_stages(places: Places, num_stages: int) -> None:
-    """And nobody waits for ever, though nobody takes what has no room yet."""
+    """No stage waits forever, although no stage takes a step for which it has no room yet."""
     [first], *others = met(places, num_stages)
-    told: list[Told] = [Queue() for _ in others]
+    queues: list[Messages] = [Queue() for _ in others]
     with ThreadPoolExecutor(num_stages) as pool:
         done = [
             pool.submit(_follow, links, queue, is_last=links is others[-1][0])
-            for [links], queue in zip(others, told, strict=True)
+            for [links], queue in zip(others, queues, strict=True)
         ]
-        read = pool.submit(_lead, first, told).result(60)
+        read = pool.submit(_lead, first, queues).result(60)
         for one in done:
             one.result(60)
     added = 0.25 * (num_stages - 1)
@@ -115,7 +116,7 @@ def test_each_rank_has_its_own_of_the_next_stage(places: Places) -> None:
     assert [len(links.exchanges) for links in (*first, *last)] == [3, 1, 3, 1]
 
 
-def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+def test_rank_that_does_not_come_is_given_up(places: Places) -> None:
     [[first], [last]] = met(places, 2)
     for links in (first, last):
         for exchange in links.exchanges:

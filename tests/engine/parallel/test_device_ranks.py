@@ -1,4 +1,4 @@
-"""What ranks on devices exchange, by Gloo as on a CPU: ranks are threads here."""
+"""Exchanges of ranks on devices, over Gloo as on a CPU: ranks are threads here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sums_of_many_ranks_are_rounded_once_in_whatever_order(places: Places) -
 
 @pytest.mark.parametrize("vocab_size", [96, 91, 203])
 def test_columns_of_all_ranks_come_together_on_rank_0(places: Places, vocab_size: int) -> None:
-    """Of the last one there may be fewer."""
+    """The last rank may have fewer columns."""
     ranks = met(places, 3)
     whole = torch.randn(4, vocab_size)
 
@@ -100,7 +100,7 @@ def test_all_have_what_rank_0_has_and_agree_on_the_least(places: Places) -> None
     assert on_all(3, share) == [([7] * 4, [8, 0])] * 3
 
 
-def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+def test_rank_that_does_not_come_is_given_up(places: Places) -> None:
     ranks = met(places, 2)
     on_all(2, lambda rank: ranks[rank].wait_at_most(0.2))
     with pytest.raises(RanksFailedError):

@@ -1,4 +1,4 @@
-"""Engines whose model several ranks compute, beside the same with one: real processes."""
+"""Engines with a model over several ranks, compared with one rank: real processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     params=[{}, {"tensor_parallel": 1, "pipeline_parallel": 2}], ids=["ranks", "stages"]
 )
 def pair(request: pytest.FixtureRequest, llama: tuple[Path, Any]) -> Iterator[Engine]:
-    """A group of 2, which one test may break."""
+    """Yield a group of 2, which one test may break."""
     engine = load(llama[0], 2, rank_timeout_s=1.0, **request.param)
     members = runner_of(engine).members
     yield engine
@@ -107,11 +107,11 @@ def test_a_group_has_the_tokens_of_one_rank(
 
 
 @pytest.mark.parametrize("settings", [{"ranks": 2}, {"ranks": 1, "pipeline_parallel": 2}], ids=str)
-def test_what_an_engine_can_do_it_can_do_with_a_group(
+def test_all_kinds_of_requests_run_on_a_group(
     llama: tuple[Path, Any], tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    """Log-probabilities of prompts, embeddings, several choices, beams, adapters, cached prefixes
-    and preemption."""
+    """The requests are log-probabilities of prompts, embeddings, several choices, beams, adapters,
+    cached prefixes and preempted ones."""
     path, model = llama
     save_adapter(tmp_path / "adapter", model, strength=4.0)
     adapter = engine_adapter(tmp_path / "adapter")
@@ -163,8 +163,8 @@ def _check_counted(
     num_layers: int,
     settings: dict[str, Any],
 ) -> None:
-    """What ranks with memory in common exchanged, and how often experts were chosen: of a pipeline
-    in the layers of the first stage."""
+    """Check the counts of exchanges over shared memory and of chosen experts; a pipeline counts the
+    experts of the first stage's layers."""
     is_counted = settings.get("collectives") != "gloo" and "pipeline_parallel" not in settings
     assert (group.num_exchanges > 0) == (group.num_exchanged_bytes > 0)
     if is_counted:
@@ -185,7 +185,7 @@ def _of(one: EngineRequest, outputs: list[EngineOutput]) -> list[EngineOutput]:
 
 
 def _tokens(outputs: list[EngineOutput]) -> dict[tuple[str, int], list[int]]:
-    """By request and choice."""
+    """Collect tokens by request and choice."""
     tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for output in outputs:
         tokens[output.request_id, output.choice] += output.token_ids
@@ -204,7 +204,7 @@ def _tokens(outputs: list[EngineOutput]) -> dict[tuple[str, int], list[int]]:
 def test_a_stream_of_a_group_is_the_same_alone_and_in_company(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """In bfloat16, where a step is one call on every rank; tokens are proposed, too."""
+    """A bfloat16 step is one call on every rank; tokens are proposed, too."""
     save_model(tmp_path, "Llama", **SHAPE, stored_dtype=torch.bfloat16)
     engine = load(tmp_path, 2, dtype="bfloat16", kernels="native", **settings)
     assert engine._runner.is_row_exact
@@ -255,10 +255,10 @@ async def test_no_adapter_is_waited_for_from_a_rank_that_has_ended(pair: Engine)
         members.wait_loaded(number)
 
 
-async def test_what_goes_wrong_on_rank_0_ends_the_group(
+async def test_failure_on_rank_0_ends_the_group(
     pair: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for it in the middle of a step."""
+    """The other ranks wait in the middle of a step."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -312,7 +312,7 @@ def _runs(pid: int) -> bool:
     ],
     ids=str,
 )
-def test_what_a_group_is_not(
+def test_unsupported_settings_of_a_group_are_refused(
     llama: tuple[Path, Any], settings: dict[str, Any], message: str
 ) -> None:
     before = {child.pid for child in psutil.Process().children()}

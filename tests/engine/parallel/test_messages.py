@@ -1,4 +1,4 @@
-"""What rank 0 of several devices says to the others, and the way that it goes."""
+"""Messages of rank 0 to the ranks on other devices, and their transport."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_step_that_is_cut_off_is_not_read() -> None:
 
 @pytest.fixture
 def channels() -> list[LinkChannel]:
-    """Rank 0's, and two others'."""
+    """Return rank 0's channel, and the channels of two other ranks."""
     shape = link_shape(2)
     fd = link_memory(shape)
     try:
@@ -140,7 +140,7 @@ def test_messages_come_in_their_order_however_long_they_are(channels: list[LinkC
             assert one.result() == messages
 
 
-def test_one_who_waits_hears_that_the_group_has_ended(channels: list[LinkChannel]) -> None:
+def test_waiting_rank_hears_that_the_group_has_ended(channels: list[LinkChannel]) -> None:
     lead, other, _ = channels
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.receive)

@@ -1,4 +1,4 @@
-"""A wait that takes too long is ended from beside it."""
+"""Watch of waits that take too long: another thread ends them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_wait_within_a_wait_is_part_of_it() -> None:
         assert given_up.wait(10.0)
 
 
-def test_its_thread_ends_with_it() -> None:
+def test_thread_of_the_watch_ends_with_it() -> None:
     before = set(threading.enumerate())
     patience = Patience(1000.0, lambda _: None)
     [thread] = set(threading.enumerate()) - before

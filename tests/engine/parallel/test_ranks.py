@@ -1,5 +1,5 @@
-"""What ranks exchange, the same by shared memory and by Gloo: ranks are threads here, as neither
-holds Python's lock while it waits."""
+"""Exchanges of ranks, the same over shared memory and over Gloo: ranks are threads here, as neither
+transport holds Python's lock while it waits."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_columns_of_all_ranks_come_together_on_rank_0(group: list[Ranks]) -> Non
 
 
 def test_the_others_hear_what_rank_0_says(group: list[Ranks]) -> None:
-    said = [(b"first", memoryview(b" of two")), (b"second",)]
+    messages = [(b"first", memoryview(b" of two")), (b"second",)]
 
     def talk(ranks: Ranks) -> list[bytes]:
         heard = []
-        for parts in said:
+        for parts in messages:
             if ranks.rank == 0:
                 ranks.post(*parts)
             else:
@@ -138,7 +138,7 @@ def test_the_others_hear_what_rank_0_says(group: list[Ranks]) -> None:
     assert _on_all(group, talk)[1:] == [[b"first of two", b"second"]] * 2
 
 
-def test_who_does_not_come_in_time_ends_the_group(make: Make, tmp_path: Path) -> None:
+def test_rank_that_does_not_come_in_time_ends_the_group(make: Make, tmp_path: Path) -> None:
     ranks = make(2, 0.2, tmp_path)
     with pytest.raises(RanksFailedError):
         ranks[0].all_reduce(torch.zeros(4))
@@ -153,7 +153,7 @@ def test_a_group_that_was_ended_says_why(group: list[Ranks]) -> None:
 
 
 class TestSharedMemory:
-    """What Gloo leaves to its sockets."""
+    """Shared memory's own duties, which Gloo leaves to its sockets."""
 
     @settings(max_examples=30, deadline=None)
     @given(
@@ -179,7 +179,7 @@ class TestSharedMemory:
         for own in _on_all(_shared(size, TIMEOUT_S, Path()), reduce):
             assert torch.equal(own, wanted)
 
-    def test_who_waits_is_told_that_the_group_has_ended(self) -> None:
+    def test_waiting_rank_learns_that_the_group_has_ended(self) -> None:
         ranks = _shared(2, TIMEOUT_S, Path())
         with _threads(2) as pool:
             meeting = pool.submit(ranks[1].all_reduce, torch.zeros(4))

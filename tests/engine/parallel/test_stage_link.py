@@ -1,4 +1,4 @@
-"""Messages from stage to stage: ends are threads here, as they wait without Python's lock."""
+"""Messages between stages: the ends are threads here, as they wait without Python's lock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PART_BYTES = 256
 
 
 def ends(shape: LinkShape, timeout_s: float = TIMEOUT_S) -> tuple[list[StageLink], list[StageLink]]:
-    """Those of the writers and of the readers."""
+    """Return the links of the writers and of the readers."""
     fd = link_memory(shape)
 
     def make(index: int) -> StageLink:
@@ -74,7 +74,7 @@ def test_a_slot_is_not_written_to_before_it_was_read() -> None:
     assert bytes(reader.part(0)) == b"first"
 
 
-def test_what_is_not_read_is_dropped_with_a_later_one() -> None:
+def test_unread_message_is_dropped_with_a_later_one() -> None:
     [writer], [reader] = ends(LinkShape(1, 1, 2, PART_BYTES))
     writer.write(0, b"first")
     writer.write(1, b"second")
@@ -94,10 +94,11 @@ def _write(writer: StageLink, _: StageLink) -> None:
 
 @pytest.mark.parametrize(("wait", "waiting"), [(_read, 1), (_write, 0)], ids=["reads", "writes"])
 @pytest.mark.parametrize("is_own", [True, False], ids=["own", "other"])
-def test_who_waits_is_told_that_the_link_has_ended(
+def test_waiter_learns_that_the_link_has_ended(
     wait: Callable[[StageLink, StageLink], None], waiting: int, is_own: bool
 ) -> None:
-    """Why, by the end that it waits at; that it has ended, by the one of another process."""
+    """A waiter at the aborted end learns the reason; one in another process learns only of the
+    end."""
     [writer], [reader] = ends(LinkShape(1, 1, 1, PART_BYTES))
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(wait, writer, reader)
@@ -118,7 +119,7 @@ def test_parts_of_any_size_do_not_overlap(part_bytes: int) -> None:
     assert parts == [bytes([number]) * part_bytes for number in range(4)]
 
 
-def test_what_has_no_room_is_refused() -> None:
+def test_message_without_room_is_refused() -> None:
     [writer], _ = ends(LinkShape(1, 1, 1, PART_BYTES))
     with pytest.raises(ValueError, match="257 bytes is too long"):
         writer.write(0, bytes(PART_BYTES), b"!")

@@ -1,4 +1,4 @@
-"""What rank 0 says to the others is what they hear."""
+"""Format of messages from rank 0: the other ranks read what rank 0 wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTERS = {number: PlainAdapter([]) for number in (3, 9)}
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[FlatBatch, list[int]]:
-    """Batches as layouts make them, single tokens first, and the numbers of their adapters."""
+    """Draw batches as layouts make them, single tokens first, and the numbers of their adapters."""
     num_single, chunks = draw(st.integers(0, 4)), draw(st.lists(st.integers(2, 30), max_size=3))
     lengths = [1] * num_single + chunks
     if not lengths:
@@ -127,6 +127,6 @@ def test_half_a_message_is_refused() -> None:
 def test_a_command_is_heard_as_it_was_told(
     number: int, blocks: list[int], kind: type[CheckBlocks | ScrubBlocks], behind: int
 ) -> None:
-    told = PartCommand(number, kind(blocks))
-    message = b"".join(encode_command(told)) + bytes(behind)
-    assert decode(memoryview(message), ADAPTERS.__getitem__) == told
+    command = PartCommand(number, kind(blocks))
+    message = b"".join(encode_command(command)) + bytes(behind)
+    assert decode(memoryview(message), ADAPTERS.__getitem__) == command

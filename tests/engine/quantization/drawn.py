@@ -21,7 +21,7 @@ def random_weight(
     has_order: bool = False,
     activations: Activations = Activations.WIDE,
 ) -> QuantizedWeight:
-    """About as large as a wide weight of the same width is."""
+    """Draw a weight about as large as a wide weight of the same width."""
     num_inputs = num_groups * group_inputs
     least, most = (-8, 8) if bits == 4 else (-128, 128)
     if is_float:
@@ -46,7 +46,7 @@ def random_weight(
 
 
 def exact_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
-    """In float64, of rows that are rounded as the weight asks."""
+    """Compute the product in float64, with rows rounded as the weight asks."""
     rounded = rows if weight.order is None else rows[:, weight.order]
     rounded = weight.rounding(rounded.double().float())
     in_order = QuantizedWeight(

@@ -1,4 +1,4 @@
-"""Weights that are rounded when they are loaded are those that a checkpoint could have had."""
+"""Quantization at load: the weights are those of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answers(path: Path, kernels: str, quantization: str | None = None) -> dict[s
 
 
 def rewritten(wide: Path, folder: Path, quantization: str) -> Path:
-    """A wide checkpoint of the values that rounded weights have."""
+    """Save a wide checkpoint with the values of rounded weights."""
     at_load = quantize_at_load(quantization)
     assert at_load.layers is not None
     assert at_load.head is not None
@@ -72,7 +72,7 @@ def test_an_engine_computes_with_the_rounded_weights(
 
 
 def test_tritons_kernels_give_the_same_as_those_of_torch(tmp_path: Path) -> None:
-    """One layer and few tokens: the interpreter is slow."""
+    """The model has one layer and few tokens, since the interpreter is slow."""
     save_llama(tmp_path, num_hidden_layers=1, hidden_size=96, intermediate_size=64)
     settings = EngineConfig(
         device="cpu",
@@ -111,7 +111,7 @@ def test_a_bad_word_is_told_the_good_ones(wide: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EngineKind if kind is not EngineKind.REAL])
-def test_it_is_for_our_own_engine(kind: EngineKind) -> None:
+def test_quantization_at_load_is_for_our_own_engine(kind: EngineKind) -> None:
     check_quantization("int8", EngineKind.REAL)
     check_quantization(None, kind)
     with pytest.raises(ConfigError, match=f"own engine, and {kind} runs this model"):

@@ -1,4 +1,4 @@
-"""What a calibration sees is what transformers computes behind the layers that are quantized."""
+"""Inputs of a calibration, compared with transformers' values behind the quantized layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = [prompt(seed, 1 + 9 * seed) for seed in range(12)]
 
 
 class Seen:
-    """Sums up x x^T of what each linear map of a layer of transformers' model multiplies."""
+    """Sums of x x^T over the inputs of each linear map of a layer in transformers' model."""
 
     def __init__(self, layer: Any) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -129,8 +129,8 @@ def test_an_expert_that_no_token_chooses_is_rounded_to_nearest(tmp_path: Path) -
 
 
 def test_a_calibrated_checkpoint_is_closer_to_the_wide_one(tmp_path: Path) -> None:
-    """By the layers' outputs for texts of another draw; the embedding has few directions, as
-    trained ones do."""
+    """The comparison takes the layers' outputs for texts of another draw; the embedding has few
+    directions, as trained ones do."""
     model = save_model(tmp_path / "wide", "Llama", **SHAPE)
     turned = torch.randn(96, 96, generator=torch.Generator().manual_seed(1))
     narrow = torch.diag(torch.logspace(0, -2, 96)) @ turned

@@ -1,4 +1,4 @@
-"""Whatever of a quantized module is missing or cannot be, its tensor is named."""
+"""Damaged quantized modules: the error names a missing or invalid tensor."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_damaged_tensor_is_named(
 
 
 def test_a_missing_scale_of_blocks_is_missed(whole: dict[str, Path], tmp_path: Path) -> None:
-    """Under the name that most formats have for it."""
+    """The error has the name that most formats give the scale."""
     tensors = load_file(whole["fp8"] / "model.safetensors")
     del tensors[f"{MODULE}.weight_scale_inv"]
     (tmp_path / "config.json").write_text((whole["fp8"] / "config.json").read_text())
@@ -184,7 +184,7 @@ def read(write: Writer, scheme: Scheme, weight: torch.Tensor) -> tuple[torch.Ten
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("v2", [False, True])
 def test_zero_points_of_zero_wrap_around(bits: int, v2: bool) -> None:
-    """GPTQModel stores them minus one, and takes the borrow from the next."""
+    """GPTQModel stores zero points minus one, and borrows from the next."""
     layout = Layout.GPTQ_V2 if v2 else Layout.GPTQ
     weight = torch.rand(16, 64, generator=torch.Generator().manual_seed(0)) + 0.1
     weight[::3] -= 0.5
@@ -204,8 +204,8 @@ def test_a_last_group_may_be_shorter() -> None:
 
 
 def test_order_of_older_packed_checkpoints() -> None:
-    """Quantized with its columns in the order of their groups, then stored in their own; without
-    an order, all of ``weight_g_idx`` is -1."""
+    """The weight is quantized with its columns in the order of their groups, then stored in its
+    own; without an order, all of ``weight_g_idx`` is -1."""
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(1))
     written = compressed(PACKED)(weight)

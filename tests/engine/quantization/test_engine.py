@@ -1,5 +1,5 @@
-"""What holds of an engine holds of one with quantized weights: what a request gets depends on
-nobody else, on no cache, on no shortage of blocks, and goes on behind any of its tokens."""
+"""Engine with quantized weights: a request's tokens depend on no other request, no cache and no
+shortage of blocks, and a request resumes behind any of its tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(checkpoint: Path, kind: str, **settings: Any) -> Engine:
-    """In float32, whose sums differ so little between batches that no code of a row tips."""
+    """Load an engine in float32, whose sums differ too little between batches to change a row's
+    codes."""
     config = EngineConfig(quantization=kind, device="cpu", dtype="float32", num_blocks=256)
     return Engine.load(checkpoint, msgspec.structs.replace(config, **settings))
 
 
 def _alone(checkpoint: Path, kind: str, prompts: list[list[int]]) -> list[list[int]]:
-    """What each prompt gets in an engine of its own requests, one after the other."""
+    """Return the tokens of each prompt in an engine that runs one prompt at a time."""
     engine = _engine(checkpoint, kind, prefix_cache=False)
     made = []
     for index, token_ids in enumerate(prompts):

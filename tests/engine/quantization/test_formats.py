@@ -1,4 +1,4 @@
-"""Each format of quantized checkpoints, against the weights that it stands for."""
+"""Formats of quantized checkpoints, compared with the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def save(path: Path, **changes: Any) -> None:
 
 
 def our_logits(path: Path) -> torch.Tensor:
-    """The logits behind the prompt."""
+    """Return the logits after the prompt."""
     runner = ModelRunner.load(path, resolve(path, CONFIG))
     sequence = Sequence(request("a", PROMPT), arrival=0, key=0, max_total_tokens=len(PROMPT) + 1)
     sequence.block_table = list(range(-(-len(PROMPT) // 16)))
@@ -146,7 +146,7 @@ def our_logits(path: Path) -> torch.Tensor:
 
 
 def differs(path: Path, model: Any) -> float:
-    """By how much of the largest logit."""
+    """Return the largest difference of logits, as a share of the largest logit."""
     theirs = reference_logits(model, PROMPT)[-1]
     return float((our_logits(path) - theirs).abs().max() / theirs.abs().max())
 
@@ -204,7 +204,7 @@ def test_biases_stay(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_the_library_saved(tmp_path: Path, group: dict[str, Any]) -> None:
-    """Against what it computes itself."""
+    """The logits equal those of the library itself."""
     model = save_model(tmp_path / "wide", "Llama", **SIZES)
     save_compressed(tmp_path, model, fields_of(group))
     assert differs(tmp_path, wide_model(tmp_path)) >= 1e-2
@@ -266,7 +266,7 @@ def test_inputs_are_rounded_as_the_checkpoint_asks(
     is_int8: bool,
     scales_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Rounding is a step: sums in another order now and then land on the other side of one."""
+    """Rounding is a step: sums in another order sometimes round to another one."""
     save(tmp_path)
     rewrite(tmp_path, {LAYERS: write}, fields)
     model = wide_model(tmp_path)

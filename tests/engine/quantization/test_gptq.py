@@ -1,4 +1,4 @@
-"""GPTQ against rounding to nearest, and against itself written plainly."""
+"""GPTQ, compared with rounding to nearest and with a plain implementation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.engine.quantizer.gptq import gptq_int4
 
 
 def correlated(num_rows: int, num_inputs: int, rank: int = 12) -> torch.Tensor:
-    """Inputs that mostly lie in a few directions, some of them far larger than others."""
+    """Draw inputs that mostly lie in a few directions, some of them far larger than others."""
     generator = torch.Generator().manual_seed(3)
     directions = torch.randn(rank, num_inputs, generator=generator)
     strengths = torch.randn(num_rows, rank, generator=generator) * torch.logspace(1, -1, rank)
@@ -27,7 +27,7 @@ def output_error(made: QuantizedWeight, weight: torch.Tensor, rows: torch.Tensor
 
 
 @pytest.mark.parametrize("num_inputs", [256, 160, 48])
-def test_it_is_far_better_than_rounding_where_inputs_go_together(
+def test_gptq_is_far_better_than_rounding_for_correlated_inputs(
     num_inputs: int,
 ) -> None:
     weight, rows = drawn(32, num_inputs), correlated(2048, num_inputs)
@@ -42,8 +42,11 @@ def test_it_is_far_better_than_rounding_where_inputs_go_together(
 
 
 def plainly(weight: torch.Tensor, hessian: torch.Tensor, size: int) -> torch.Tensor:
-    """The values by Frantar et al., equations 2 and 3: one input after the other is rounded, and
-    the others make up for it by the inverse of what is left of the matrix. In float64."""
+    """Compute the values by Frantar et al., equations 2 and 3, in float64.
+
+    One input after the other is rounded, and the others compensate by the inverse of the remaining
+    matrix.
+    """
     num_inputs = weight.shape[1]
     diagonal = hessian.diagonal()
     damping = 0.01 * diagonal.mean()
@@ -64,9 +67,9 @@ def plainly(weight: torch.Tensor, hessian: torch.Tensor, size: int) -> torch.Ten
     return values
 
 
-def test_it_is_what_the_paper_says() -> None:
-    """Over several blocks and groups; a tie that falls otherwise in float32 moves what is behind
-    it, so not every last value is the same."""
+def test_gptq_gives_the_values_of_the_paper() -> None:
+    """The weight has several blocks and groups. A tie that falls otherwise in float32 moves later
+    values, so that not every last value is the same."""
     weight, rows = drawn(6, 192), correlated(1024, 192)
     hessian = rows.t() @ rows
     expected = plainly(weight, hessian, 64)

@@ -1,4 +1,4 @@
-"""Checkpoints that are made are what transformers and compressed-tensors read."""
+"""Quantized checkpoints of our own, as read by transformers and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(folder: Path) -> Any:
 
 
 def linears(model: Any) -> dict[str, torch.nn.Linear]:
-    """The linear maps of the layers, routers left out."""
+    """Return the linear maps of the layers, without routers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def linears(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def rounded_rows(scheme: QuantizerScheme, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as compressed-tensors rounds them; to int8 by half of 255 steps, where others take
+    """Round rows as compressed-tensors does: to int8 by half of 255 steps, where others take
     127."""
     most = rows.abs().amax(-1, keepdim=True)
     if scheme is QuantizerScheme.W8A8_INT8:
@@ -67,8 +67,8 @@ def rounded_rows(scheme: QuantizerScheme, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(model: Any, scheme: QuantizerScheme) -> Any:
-    """``model`` with weights that were rounded and widened again; so are the rows that they
-    multiply, if the scheme says so."""
+    """Round and widen the weights of ``model`` in place; round the rows that they multiply, too, if
+    the scheme says so."""
     for module in linears(model).values():
         module.weight.data = ROUNDED[scheme](module.weight.detach()).values()
         if scheme is not QuantizerScheme.W4A16:
@@ -98,7 +98,7 @@ def test_transformers_computes_with_the_rounded_weights(
 
 
 @pytest.mark.parametrize("scheme", list(QuantizerScheme))
-def test_it_says_what_it_is(tmp_path: Path, scheme: QuantizerScheme) -> None:
+def test_quantized_checkpoint_describes_itself(tmp_path: Path, scheme: QuantizerScheme) -> None:
     save_model(tmp_path / "wide", "Llama", **SHAPE)
     made(tmp_path / "wide", tmp_path / "made", scheme, group_inputs=64)
     config = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -138,7 +138,7 @@ def test_scales_are_in_the_dtype_of_the_checkpoint(tmp_path: Path, dtype: torch.
 
 
 def widened(folder: Path) -> dict[str, torch.Tensor]:
-    """What the library makes of each module that is quantized."""
+    """Decompress each quantized module with the library."""
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     groups = said["config_groups"].values()
     compressor = BaseCompressor.get_value_from_registry(said["format"])
@@ -160,7 +160,7 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def scheme_of(module: str, groups: Iterable[dict[str, Any]]) -> QuantizationScheme:
-    """That of the one group whose targets a module matches."""
+    """Return the scheme of the one group whose targets match a module."""
     (group,) = (
         group
         for group in groups
@@ -262,7 +262,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(error: type[Exception], match: str, source: Path, output: Path, **options: Any) -> None:
-    """Nothing is left of what was begun."""
+    """Assert that making the checkpoint raises the error and leaves no files."""
     before = set(output.parent.iterdir())
     with pytest.raises(error, match=match):
         made(source, output, options.pop("scheme", QuantizerScheme.W4A16), **options)
@@ -279,7 +279,7 @@ def test_a_folder_with_something_in_it_is_left_alone(wide: Path, tmp_path: Path)
     refused(ConfigError, "made is not empty", wide, tmp_path / "made")
 
 
-def test_what_is_quantized_is_not_quantized_again(wide: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoint_is_not_quantized_again(wide: Path, tmp_path: Path) -> None:
     made(wide, tmp_path / "made", QuantizerScheme.W8A8_INT8)
     refused(CheckpointError, "quantized already", tmp_path / "made", tmp_path / "again")
     copy = shutil.copytree(wide, tmp_path / "older")

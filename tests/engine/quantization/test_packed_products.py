@@ -1,5 +1,5 @@
-"""The compiled products with quantized weights beside float64, on the CPU's own instructions and
-without some of them."""
+"""Compiled products with quantized weights, compared with float64, on the CPU's own instructions
+and without some of them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_parts_that_are_alike_become_one(tmp_path: Path) -> None:
 
 
 def test_parts_of_different_schemes_stand_side_by_side(tmp_path: Path) -> None:
-    """Their biases, too."""
+    """The biases of the parts stand side by side, too."""
     writers = {"q_proj": gptq(8, -1), r"k_proj|gate_proj|down_proj": gptq(4, 32)}
     dynamic = {"-:.*v_proj": {}, ".*q_proj": {"bits": 8, "group_size": -1}}
     saved(tmp_path, writers, GPTQ | {"dynamic": dynamic}, attention_bias=True)
@@ -115,7 +115,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def test_experts(
     tmp_path: Path, family: str, write: Writer, config: dict[str, Any], is_stacked: bool
 ) -> None:
-    """The router is wide, whether the config names it or not."""
+    """The router stays wide, whether the config names it or not."""
     save_mixture(tmp_path, family, write, config)
     make = stacked_experts(reference_experts, Projection, fixed=False)
     ours = weights_of(tmp_path, experts=make if is_stacked else None)
@@ -165,7 +165,7 @@ def test_experts_are_quantized_at_load(tmp_path: Path) -> None:
     assert isinstance(mixture.experts[0].down, DequantizedLinear)
 
 
-def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantized_weights_are_not_quantized_again(tmp_path: Path) -> None:
     saved(tmp_path, {"self_attn|mlp": gptq(4, 32)}, GPTQ)
     with pytest.raises(ConfigError, match="already, by gptq"):
         weights_of(tmp_path, quantize=by_outputs)
@@ -183,7 +183,7 @@ def test_scales_of_a_smaller_cache_are_ignored_and_logged(
 
 
 def test_zeros_that_a_writer_added_change_nothing(tmp_path: Path) -> None:
-    """As older checkpoints of GPTQ have them where there is no bias."""
+    """Older GPTQ checkpoints have zeros where there is no bias."""
     saved(tmp_path, {"self_attn|mlp": gptq(4, 32)}, GPTQ)
     file = tmp_path / "model.safetensors"
     name = "model.layers.0.self_attn.q_proj.bias"

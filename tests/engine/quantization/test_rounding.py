@@ -20,7 +20,7 @@ Rounded = Callable[..., QuantizedWeight]
 
 
 def drawn(num_outputs: int, num_inputs: int, seed: int = 0) -> torch.Tensor:
-    """Outputs of very different magnitudes."""
+    """Draw outputs of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.logspace(-3, 1, num_outputs).unsqueeze(1)
     return torch.randn(num_outputs, num_inputs, generator=generator) * magnitudes

@@ -1,4 +1,4 @@
-"""Quantized checkpoints in each format's own layout, and the wide weights that they stand for."""
+"""Quantized checkpoints in each format's own layout, and their wide weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ WIDE = "wide"
 
 
 class Written(NamedTuple):
-    """The ``tensors`` of a module without its name, and the weight that they stand for."""
+    """Tensors of a quantized module, named without the module, and the weight that they
+    represent."""
 
     tensors: Tensors
     weight: torch.Tensor
@@ -37,8 +38,9 @@ Writer = Callable[[torch.Tensor], Written]
 
 
 def rewrite(path: Path, writers: Mapping[str, Writer], config: dict[str, Any]) -> None:
-    """Quantize a wide checkpoint in its place, each module by the first of ``writers`` whose
-    pattern is in its name; the folder ``wide`` in it becomes the same with wide weights."""
+    """Quantize a wide checkpoint in its place: each module by the first of ``writers`` whose
+    pattern is in its name. The folder ``wide`` in it becomes the same checkpoint with wide
+    weights."""
     stored = load_file(path / "model.safetensors")
     wide = dict(stored)
     for name in list(stored):
@@ -66,13 +68,13 @@ def set_config(path: Path, config: dict[str, Any] | None) -> None:
 
 
 def wide_model(path: Path) -> Any:
-    """transformers' model of what ``rewrite`` left in ``path``."""
+    """Return transformers' model of the wide checkpoint that ``rewrite`` left in ``path``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path / WIDE, dtype=torch.float32)
     return model.eval()
 
 
 def compressed(scheme: dict[str, Any]) -> Writer:
-    """By the library itself, with scales from the least and greatest weights."""
+    """Return a writer by the library itself, with scales from the least and greatest weights."""
     whole = QuantizationScheme(targets=["Linear"], **scheme)
     assert whole.weights is not None
     assert whole.format is not None
@@ -123,7 +125,7 @@ def _ranges(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def float8(block: int | None, *, per_channel: bool = False, static: bool = False) -> Writer:
-    """As checkpoints of ``quant_method`` fp8 are."""
+    """Return a writer of checkpoints of ``quant_method`` fp8."""
 
     def write(weight: torch.Tensor) -> Written:
         rows, columns = weight.shape
@@ -150,8 +152,8 @@ def float8(block: int | None, *, per_channel: bool = False, static: bool = False
 def _rounded(
     weight: torch.Tensor, groups: torch.Tensor, bits: int, *, sym: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned codes [num_inputs, num_outputs], zeros and scales [num_groups, num_outputs], and the
-    weight that they stand for; ``groups`` says to which group an input belongs."""
+    """Return unsigned codes [num_inputs, num_outputs], zeros and scales [num_groups, num_outputs],
+    and the weight that they represent; ``groups`` has the group of each input."""
     count = int(groups.max()) + 1
     most = 2**bits - 1
     scales = torch.empty(count, len(weight))
@@ -171,8 +173,8 @@ def _rounded(
 
 
 def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Unsigned codes along the last dimension in int32, the first in the lowest bits, or in the
-    place that ``order`` lists it at."""
+    """Pack unsigned codes along the last dimension into int32, the first in the lowest bits, or in
+    the place that ``order`` gives it."""
     per_word = 32 // bits
     places = order or tuple(range(per_word))
     words = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
@@ -182,7 +184,7 @@ def _packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
 
 
 def awq(group_size: int) -> Writer:
-    """As AutoAWQ's version gemm is."""
+    """Return a writer of checkpoints of AutoAWQ's version gemm."""
 
     def write(weight: torch.Tensor) -> Written:
         size = weight.shape[1] if group_size == -1 else group_size
@@ -201,7 +203,7 @@ def awq(group_size: int) -> Writer:
 def gptq(
     bits: int, group_size: int, *, sym: bool = True, shuffled: bool = False, v2: bool = False
 ) -> Writer:
-    """As GPTQModel's checkpoints are."""
+    """Return a writer of GPTQModel's checkpoints."""
 
     def write(weight: torch.Tensor) -> Written:
         inputs = weight.shape[1]

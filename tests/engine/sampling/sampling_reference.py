@@ -23,7 +23,8 @@ def processed(
     bad: Rows[tuple[int, ...]] = (),
     allowed: frozenset[int] | None = None,
 ) -> Row:
-    """The logits after penalties, biases and what is forbidden; ``bad`` are token sequences."""
+    """Return the logits after penalties, biases and forbidden tokens; ``bad`` are token
+    sequences."""
     processed = logits.astype(np.float64)
     for token in {*prompt, *output}:
         value, penalty = processed[token], sampling.repetition_penalty
@@ -43,7 +44,8 @@ def processed(
 
 
 def distribution(logits: Row, sampling: SamplingParams) -> Row:
-    """What tokens are drawn with: temperature, top-k, top-p, min-p, typical, in that order."""
+    """Return the distribution of draws: temperature, top-k, top-p, min-p, typical, in that
+    order."""
     scaled = (logits - logits.max()) / sampling.temperature
     weights = np.exp(scaled)
     if 0 < sampling.top_k < len(weights):
@@ -72,14 +74,14 @@ def _typical(shares: Row, typical_p: float) -> npt.NDArray[np.bool_]:
 
 
 def chi_square_limit(degrees: int) -> float:
-    """Wilson and Hilferty's approximation of the 99.9 % quantile."""
+    """Return the 99.9 % quantile by Wilson and Hilferty's approximation."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 3.09 * math.sqrt(spread)) ** 3
 
 
 def chi_square(counts: Row, expected: Row) -> tuple[float, float]:
-    """The statistic of drawn ``counts`` against the ``expected`` shares, and its limit. Tokens
-    that are expected less than five times count together."""
+    """Return the statistic of drawn ``counts`` against the ``expected`` shares, and its limit.
+    Tokens that are expected less than five times count together."""
     num_draws = counts.sum()
     wanted = expected * num_draws
     common = wanted >= 5

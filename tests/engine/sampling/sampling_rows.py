@@ -19,7 +19,7 @@ VOCAB_SIZE = 150  # no multiple of the sampler's groups
 
 
 class Row(Sequence):
-    """A sequence that may claim to be further in its random stream than it has tokens."""
+    """Sequence that may claim a later place in its random stream than its number of tokens."""
 
     index: int | None = None
 
@@ -36,7 +36,7 @@ def row(
     eos: Rows[int] = (),
     **params: Any,
 ) -> Row:
-    """A sequence with ``prompt`` and ``output`` behind it, at token ``index`` of its stream."""
+    """Return a sequence with ``prompt`` and ``output``, at token ``index`` of its stream."""
     made = Row(
         EngineRequest(
             request_id="r",
@@ -54,7 +54,7 @@ def row(
 
 
 class Drawn(NamedTuple):
-    """``token_ids[i]`` is None where row i has none, for the reason ``errors[i]``."""
+    """Drawn tokens: ``token_ids[i]`` is None if row i has none, for the reason ``errors[i]``."""
 
     token_ids: list[int | None]
     logprobs: list[TokenLogprob | None]
@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: Rows[Sequence], masks: torch.Tensor | None = None) -> Drawn:
-    """One token a row by a sampler of its own; ``logits``: [num_rows, vocab_size]."""
+    """Sample one token a row by a new sampler; ``logits``: [num_rows, vocab_size]."""
     sampler = Sampler(logits.shape[1], logits.device)
     for sequence in rows:
         sampler.add(sequence)
@@ -75,6 +75,6 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence], masks: torch.Tensor | Non
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    """Standard normal, times 2."""
+    """Draw standard normal logits, times 2."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, vocab_size, generator=generator) * 2

@@ -13,7 +13,7 @@ from tests.engine.sampling.sampling_rows import random_logits, row, sample
 
 
 def raced(logits: torch.Tensor, temperature: float, key: int, index: int) -> int:
-    """The race as it is defined: every group of the row takes part with its exact weight."""
+    """Race as it is defined: every group of the row takes part with its exact weight."""
     padded = torch.nn.functional.pad(logits, (0, -len(logits) % GROUP_TOKENS), value=-torch.inf)
     weights = ((padded - padded.max()) / temperature).exp().view(-1, GROUP_TOKENS)
     times = -uniforms(torch.tensor([key]), torch.tensor([index]), GROUP_TOKENS + len(weights))[0]

@@ -1,4 +1,4 @@
-"""Penalties, biases and what is forbidden: what is done to a row's logits before the draw."""
+"""Logits processors: penalties, biases and forbidden tokens, applied to a row before the draw."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = st.integers(0, VOCAB_SIZE - 1)
 
 
 def after(rows: list[Row], logits: torch.Tensor, bad: BadWords | None = None) -> torch.Tensor:
-    """The logits as the rows edit them."""
+    """Return the logits as the rows edit them."""
     changed = logits.clone()
     batch = LogitsProcessorBatch(logits.shape[1])
     for index, sequence in enumerate(rows):
@@ -67,7 +67,7 @@ def processed_rows(draw: st.DrawFn) -> tuple[Row, SamplingParams, list[int], lis
     bad=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_they_are_what_the_definitions_say(
+def test_processed_logits_follow_the_definitions(
     rows: list[tuple[Row, SamplingParams, list[int], list[int], list[int]]],
     bad: list[tuple[int, ...]],
     seed: int,
@@ -104,7 +104,7 @@ def test_a_resumed_sequence_stands_where_an_undisturbed_one_does(
     assert torch.equal(changed, after([resumed], logits))
 
 
-def test_they_are_what_transformers_does() -> None:
+def test_processed_logits_are_those_of_transformers() -> None:
     prompt, output, eos = [5, 6, 6, 90], [17, 3, 17, 8], [2, 4]
     bad = [(7,), (8, 30), (17, 8, 31), (3, 8, 32), (90, 17, 33)]
     ids = torch.tensor([prompt + output])
@@ -157,7 +157,7 @@ def test_bad_words_are_taken_with_and_without_a_space() -> None:
             assert sequence.sampling_state is None
 
 
-def test_what_the_model_cannot_honour_is_refused_by_name() -> None:
+def test_options_that_the_model_cannot_honour_are_refused_by_name() -> None:
     sampler = Sampler(VOCAB_SIZE, torch.device("cpu"))
     for params, param in (
         ({"bad_words": ("x",)}, "bad_words"),
@@ -227,7 +227,7 @@ def test_a_row_without_any_token_left_ends_alone(temperature: float) -> None:
         assert drawn.token_ids[i] == sample(logits[i : i + 1], [rows[i]]).token_ids[0]
 
 
-def test_whatever_fails_in_a_row_ends_that_row_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_any_failure_in_a_row_ends_that_row_only(caplog: pytest.LogCaptureFixture) -> None:
     logits = random_logits(9)
     rows = [row(seed=i, temperature=i % 2, presence_penalty=1.0) for i in range(9)]
     sampler = Sampler(VOCAB_SIZE, logits.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt: those of the model, however the prompt is computed."""
+"""Log-probabilities of the prompt: the model's own, however the prompt is computed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUNNERS = ("host", "device")
 
 
 def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """[num_tokens - 1, vocab_size]: row i is of token i + 1."""
+    """Return log-probabilities [num_tokens - 1, vocab_size]: row i is of token i + 1."""
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1]
         return logits.double().log_softmax(-1)
 
 
 def reported(outputs: list[EngineOutput], request_id: str) -> tuple[TokenLogprob | None, ...]:
-    """The entries, which come once."""
+    """Return the entries, which must be reported once."""
     (only,) = [o for o in outputs if o.request_id == request_id and o.prompt_logprobs]
     assert only.token_ids
     return only.prompt_logprobs
@@ -44,7 +44,7 @@ def check(
         assert entry.token_id == token
         own = float(table[position, token])
         assert entry.logprob == pytest.approx(own, abs=1e-4)
-        # Those that are as likely, as far as two sums of floats can tell, may count or not.
+        # Tokens within the error of two sums of floats may count or not.
         num_above = int((table[position] > own + 1e-4).sum())
         assert num_above < entry.rank <= int((table[position] > own - 1e-4).sum())
         likeliest = table[position].topk(num_top).values.tolist()
@@ -54,7 +54,7 @@ def check(
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 64, 4096])
-def test_they_are_those_of_the_model_in_any_chunks(
+def test_prompt_logprobs_are_those_of_the_model_in_any_chunks(
     make_engine: MakeEngine, llama: tuple[Path, Any], max_batch_tokens: int
 ) -> None:
     engine = make_engine(max_batch_tokens=max_batch_tokens, num_blocks=256)
@@ -69,7 +69,7 @@ def test_they_are_those_of_the_model_in_any_chunks(
 
 
 def test_a_token_as_likely_as_all_others_ranks_first(tmp_path: Path) -> None:
-    """As many as are likelier count, and none is."""
+    """A rank counts the likelier tokens, and there are none."""
     model = save_llama(tmp_path)
     with torch.no_grad():
         model.model.norm.weight.zero_()
@@ -91,7 +91,7 @@ def test_a_prefix_that_is_cached_is_computed_again(
     check(reported(drain(engine), "r"), llama[1], token_ids, 1)
 
 
-def test_preempted_in_the_middle_they_come_once_and_whole(
+def test_preempted_request_has_its_prompt_logprobs_once_and_whole(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine(num_blocks=14, max_batch_tokens=16)
@@ -104,7 +104,7 @@ def test_preempted_in_the_middle_they_come_once_and_whole(
         check(reported(outputs, name), llama[1], token_ids, 2)
 
 
-def test_of_several_choices_the_first_has_them(
+def test_first_of_several_choices_has_the_prompt_logprobs(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine()
@@ -115,7 +115,7 @@ def test_of_several_choices_the_first_has_them(
     assert [o.choice for o in outputs if o.prompt_logprobs] == [0]
 
 
-def test_a_resumed_request_has_them_of_its_prompt_alone(
+def test_resumed_request_has_logprobs_of_its_prompt_alone(
     make_engine: MakeEngine, llama: tuple[Path, Any]
 ) -> None:
     engine = make_engine(max_batch_tokens=16)

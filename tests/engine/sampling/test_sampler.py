@@ -1,4 +1,4 @@
-"""What is drawn: the right distribution, the same draw in any company."""
+"""Draws of the sampler: their distribution, and their batch invariance."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_stream_is_what_it_always_was() -> None:
 
 
 def splitmix_uniform(seed: int, index: int, lane: int) -> float:
-    """The same stream in Python's integers."""
+    """Compute the same stream in Python's integers."""
     golden = 0x9E3779B97F4A7C15
     key = mix((seed + golden) % 2**64)
     counter = mix((key + (index + 1) * golden) % 2**64)
@@ -109,7 +109,7 @@ def mix(bits: int) -> int:
 
 
 def mixed_rows(count: int) -> list[Row]:
-    """All options in all mixes, over the rows."""
+    """Return rows with all options in all mixes."""
     generator = random.Random(4)
     return [
         row(
@@ -147,7 +147,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert all(token is not None for token in together.token_ids)
 
 
-def test_a_batch_is_cut_where_the_cache_ends_and_nobody_notices() -> None:
+def test_split_of_a_batch_changes_no_draw() -> None:
     vocab_size = 40_000
     logits = random_logits(70, vocab_size=vocab_size)
     rows = [row(seed=i, temperature=i % 2, top_p=(1.0, 0.9)[i // 2 % 2]) for i in range(70)]

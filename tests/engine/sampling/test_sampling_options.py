@@ -1,4 +1,4 @@
-"""Sampling options through the engine: in company, preempted, resumed and refused."""
+"""Sampling options through the engine: in a batch, preempted, resumed and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens stay: those that the definitions keep, and that transformers keeps."""
+"""Tokens that top-k and top-p keep, by the definitions and by transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING = 1e-30
 
 
 def kept(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """bool [num_rows, vocab_size]"""
+    """Return which tokens stay: bool [num_rows, vocab_size]."""
     num_rows, vocab_size = logits.shape
     padding = (0, -vocab_size % GROUP_TOKENS)
     members = torch.nn.functional.pad(logits, padding, value=-torch.inf)
@@ -115,7 +115,7 @@ def test_what_stays_is_what_transformers_keeps(
     assert differing <= 1
 
 
-def test_of_equals_at_the_edge_all_stay() -> None:
+def test_ties_at_the_edge_are_all_kept() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 1.0, 0.0] + [-9.0] * 100] * 3)
     params = [SamplingParams(top_k=3), SamplingParams(top_p=0.92), SamplingParams(min_p=0.1)]
     for row in kept(logits, params):
@@ -123,7 +123,7 @@ def test_of_equals_at_the_edge_all_stay() -> None:
 
 
 def test_rows_of_very_different_widths_do_not_mix() -> None:
-    """A flat row, peaked ones and some in between, narrowed together."""
+    """A flat row, peaked rows and some in between are narrowed together."""
     logits = random_logits(12, vocab_size=20_000)
     logits[::3] *= 0.01
     logits[1::3] *= 8

@@ -1,4 +1,4 @@
-"""Background work makes way: an arrival begins with the next step, and nobody is forgotten."""
+"""Background work makes way: an arrival begins with the next step, and no sequence starves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_however_long_batch_work_has_waited_it_is_behind() -> None:
     assert list(step(planner)) == [old]
 
 
-def test_an_arrival_begins_though_those_who_run_are_short_of_blocks_in_each_step() -> None:
+def test_arrival_begins_though_running_sequences_lack_blocks_in_each_step() -> None:
     planner = make_planner(num_blocks=32, max_num_sequences=16)
     for _ in range(16):
         planner.add(sequence(4, 100, BATCH))
@@ -66,9 +66,9 @@ def test_an_arrival_begins_though_those_who_run_are_short_of_blocks_in_each_step
     assert arrival in step(planner)
 
 
-def test_an_arrival_begins_though_somebody_ends_in_each_step() -> None:
-    """Where steps overlap, who has its last token made leaves one step later; what it leaves is
-    waited for if it is enough."""
+def test_arrival_begins_though_a_sequence_ends_in_each_step() -> None:
+    """A sequence leaves one step after its last token is made, if steps overlap; the arrival waits
+    for its slot and blocks if these are enough."""
     planner = make_planner(num_blocks=52, max_num_sequences=5)
     _fill(planner, 5, num_prompt_tokens=30, max_tokens=60)
     assert len(planner.running) == 5
@@ -156,7 +156,7 @@ ARRIVALS = st.lists(
 
 @settings(deadline=None, max_examples=150)
 @given(arrivals=ARRIVALS, num_blocks=st.integers(40, 60), ageing_s=st.sampled_from([None, 0.05]))
-def test_whoever_fits_beside_the_urgent_begins_at_once(
+def test_sequence_that_fits_beside_urgent_ones_begins_at_once(
     arrivals: list[tuple[bool, int, int, int]], num_blocks: int, ageing_s: float | None
 ) -> None:
     ticks = iter(range(10**9))

@@ -1,4 +1,4 @@
-"""What a step takes is learnt from steps, in spite of noise, outliers and dull loads."""
+"""Cost model of a step, learnt in spite of noise, outliers and dull loads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def learnt(seed: int, num_steps: int, outliers: float = 0.0) -> CostModel:
 
 
 @pytest.mark.parametrize("outliers", [0.0, 0.02])
-def test_it_learns_what_a_step_takes(outliers: float) -> None:
+def test_cost_model_learns_the_time_of_a_step(outliers: float) -> None:
     model = learnt(1, 300, outliers)
     draw = random.Random(2)
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""The planning rule, and that under any load nobody is forgotten and no block is lost."""
+"""Planning rule: under any load no sequence starves and no block is lost."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sequence(
 
 
 def step(planner: Planner) -> dict[Sequence, int]:
-    """Plan, and do as the engine does without a model; what was planned."""
+    """Plan a step and play the engine without a model; return the plan."""
     plan = planner.plan()
     planned = dict(plan)
     planner.check_integrity()
@@ -136,7 +136,7 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_comes_back() -> None
     assert planner.tables.pool.num_free_blocks == 6
 
 
-def test_whoever_waits_gains_a_level_in_each_ageing_s() -> None:
+def test_waiting_sequence_gains_a_level_in_each_ageing_s() -> None:
     planner = make_planner(max_num_sequences=1, ageing_s=10.0)
     running = sequence(3, 2)
     planner.add(running)
@@ -176,10 +176,10 @@ def test_an_arrival_of_higher_priority_takes_slot_and_blocks_from_the_lowest() -
     assert set(planner.running) == {equal, urgent, another}
     last = sequence(3, 4, 1)
     planner.add(last)
-    assert last not in step(planner)  # nobody of lower priority is left
+    assert last not in step(planner)  # no sequence has lower priority
 
 
-def test_nobody_is_preempted_for_one_that_does_not_fit_anyway() -> None:
+def test_no_sequence_is_preempted_for_one_that_does_not_fit_anyway() -> None:
     planner = make_planner(num_blocks=12, max_num_sequences=3)
     held, low = sequence(20, 4, 2), sequence(8, 10)
     planner.add(held)
@@ -236,7 +236,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
 
 
 def warm_costs() -> CostModel:
-    """1 ms a step, 0.1 ms a prefill token, 0.5 ms a decode."""
+    """Set the costs to 1 ms a step, 0.1 ms a prefill token and 0.5 ms a decode."""
     costs = CostModel()
     for i in range(200):
         work = StepWork(8 * (i % 9), i % 5, 10 * (i % 5), 0)
@@ -259,7 +259,7 @@ def test_chunks_beside_decodes_keep_the_step_under_the_bound(
     assert planned[decoding] == 1
     assert planned[long] == pytest.approx(chunk, abs=2)
     planner.remove(decoding)
-    assert step(planner)[long] == min(64, 120 - planned[long])  # nobody is kept waiting
+    assert step(planner)[long] == min(64, 120 - planned[long])  # no decode waits
 
 
 def test_choices_share_blocks_until_they_write() -> None:
@@ -285,7 +285,7 @@ def test_choices_share_blocks_until_they_write() -> None:
     assert parent.block_table[0] == child.block_table[0]
 
 
-def test_what_is_not_known_to_be_finite_is_scrubbed() -> None:
+def test_blocks_not_known_to_be_finite_are_scrubbed() -> None:
     memory = FakeMemory()
     planner = make_planner(num_blocks=8, max_batch_tokens=6, memory=memory)
     half = sequence(20)
@@ -319,7 +319,7 @@ ARRIVALS = st.lists(
     max_batch_tokens=st.integers(1, 40),
     max_num_sequences=st.integers(1, 6),
 )
-def test_everyone_ends_and_nothing_leaks(
+def test_every_sequence_ends_and_no_block_leaks(
     arrivals: list[tuple[int, int, int, int, int | None]],
     num_blocks: int,
     max_batch_tokens: int,

@@ -1,4 +1,4 @@
-"""A draft says much of what its target will say, and changes nothing of it."""
+"""Draft model: it predicts many of its target's tokens, and changes none of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.support import prompt, request, resolved
 
 @pytest.fixture(scope="module")
 def draft(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target, a little deranged."""
+    """Save a draft: the target with slightly changed weights."""
     path = tmp_path_factory.mktemp("draft") / "model"
     shutil.copytree(checkpoint, path)
     file = path / "model.safetensors"
@@ -44,7 +44,8 @@ def known(checkpoint: Path) -> Answers:
 
 @pytest.fixture(autouse=True)
 def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's steps take as long as Python does: nothing would ever be drafted."""
+    """Make rows cheap: a small model's steps take as long as Python does, so nothing would be
+    drafted."""
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
 
 
@@ -57,7 +58,7 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"num_blocks": 16, "host_cache_bytes": 0, "prefix_cache": False},
     ],
 )
-def test_nothing_changes(
+def test_draft_changes_no_token(
     checkpoint: Path, draft: Path, known: Answers, settings: dict[str, Any]
 ) -> None:
     gaps = [random.Random(3).randrange(4) for _ in range(26)]
@@ -69,7 +70,7 @@ def test_nothing_changes(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_most_of_what_it_says_comes_at_any_temperature(
+def test_most_draft_tokens_are_accepted_at_any_temperature(
     checkpoint: Path, draft: Path, temperature: float
 ) -> None:
     engine = load(checkpoint, f"draft={draft}")
@@ -119,8 +120,8 @@ def test_a_draft_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: 
 
 
 def test_a_draft_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nobody"):
-        load(checkpoint, f"draft={tmp_path / 'nobody'}")
+    with pytest.raises(CheckpointError, match="absent"):
+        load(checkpoint, f"draft={tmp_path / 'absent'}")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Published layouts of EAGLE-3 heads load, and compute what the definition says; others do not."""
+"""EAGLE-3 heads: published layouts load and follow the definition; other layouts are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _with_embedding() -> tuple[dict[str, Any], Tensors]:
 
 
 def _narrow() -> tuple[dict[str, Any], Tensors]:
-    """Another hidden size than the target's, hence an embedding of its own."""
+    """Save a head with another hidden size than the target's, and thus its own embedding."""
     config, tensors = _layout({"hidden_size": 32, "target_hidden_size": 64})
     noise = torch.randn(config["vocab_size"], 32, generator=torch.Generator().manual_seed(2))
     return config, tensors | {"embed_tokens.weight": noise.bfloat16()}

@@ -1,4 +1,4 @@
-"""Whatever is proposed, and whatever happens around it, every token and bit is as without."""
+"""Equality of every token and bit with and without speculation, for any proposals and faults."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_any_guess_changes_nothing(
 
 
 @pytest.mark.parametrize("settings", _ENGINES[:3])
-def test_what_is_found_changes_nothing(
+def test_proposals_of_the_speculator_change_no_token(
     checkpoint: Path, known: Answers, settings: dict[str, Any]
 ) -> None:
     engine = load(checkpoint, "ngram", **settings)
@@ -116,7 +116,7 @@ def test_what_is_found_changes_nothing(
 
 
 def test_a_request_goes_on_behind_any_of_its_tokens(checkpoint: Path, known: Answers) -> None:
-    """As after a failover, onto an engine with proposals or without."""
+    """The request resumes as after a failover, on an engine with proposals or without."""
     generator = random.Random(1)
     for speculation in ("off", "ngram"):
         requests = [
@@ -145,7 +145,7 @@ def _behind(one: EngineRequest, tokens: list[int]) -> EngineRequest:
     )
 
 
-def test_a_token_that_is_not_finite_harms_nobody_unless_it_comes(
+def test_proposed_non_finite_token_fails_only_a_request_that_accepts_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def requests() -> list[EngineRequest]:
@@ -169,7 +169,7 @@ def test_a_token_that_is_not_finite_harms_nobody_unless_it_comes(
 
 
 class _Poisoning:
-    """Guesses are right but for the token that is not finite, in their middle."""
+    """Guesses that are right except for a non-finite token in their middle."""
 
     def __init__(self) -> None:
         self._generator = random.Random(4)
@@ -182,7 +182,7 @@ class _Poisoning:
 
 
 @pytest.mark.parametrize("what", ["look", "select", "launch", "sample"])
-def test_what_fails_in_between_changes_nothing_else(
+def test_failures_in_between_change_no_other_request(
     checkpoint: Path, known: Answers, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     generator = random.Random(6)

@@ -1,4 +1,4 @@
-"""Features of a sequence's tokens are those that came last, as far back as they are kept."""
+"""Features of a sequence's last tokens, up to the number that is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _rows(begin: int, end: int, mark: int) -> torch.Tensor:
 
 
 @given(st.data())
-def test_what_is_kept_is_what_came_last(data: st.DataObject) -> None:
+def test_last_features_are_kept(data: st.DataObject) -> None:
     features = Features()
     known: dict[int, int] = {}
     for mark in range(data.draw(st.integers(1, 12))):

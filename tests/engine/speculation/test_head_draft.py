@@ -1,4 +1,4 @@
-"""A head says much of what its target will say, if it knows it, and changes nothing of it."""
+"""EAGLE-3 head: it predicts many tokens of a target that it knows, and changes none of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WORLDS = ("random", "copier")
 
 
 class _World:
-    """A target, a head for it, and what the target answers."""
+    """Target, a head for it, and the target's answers."""
 
     def __init__(self, target: Path, head: Path) -> None:
         self.target = target
@@ -60,7 +60,7 @@ def copier(tmp_path_factory: pytest.TempPathFactory) -> _World:
 def world(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> _World:
-    """With a head that knows nothing, or most of it."""
+    """Return a world whose head knows nothing, or most answers."""
     if request.param == "copier":
         copier: _World = request.getfixturevalue("copier")
         return copier
@@ -71,7 +71,8 @@ def world(
 
 @pytest.fixture(autouse=True)
 def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's steps take as long as Python does: nothing would ever be drafted."""
+    """Make rows cheap: a small model's steps take as long as Python does, so nothing would be
+    drafted."""
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
 
 
@@ -87,7 +88,7 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"quantization": "int8"},
     ],
 )
-def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
+def test_head_changes_no_token(world: _World, settings: dict[str, Any]) -> None:
     gaps = [random.Random(3).randrange(4) for _ in range(26)]
     known = world.known
     other = {
@@ -104,7 +105,7 @@ def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
 
 
 def test_a_request_goes_on_behind_any_of_its_tokens(world: _World) -> None:
-    """As after a failover from an engine without a head."""
+    """The request resumes as after a failover from an engine without a head."""
     generator = random.Random(1)
     requests = [
         _behind(one, tokens[: generator.randrange(len(tokens) + 1)])
@@ -121,7 +122,7 @@ def test_a_request_goes_on_behind_any_of_its_tokens(world: _World) -> None:
 
 
 def _texts(temperature: float, num_tokens: int = 300, **more: Any) -> list[EngineRequest]:
-    """Prompts of text tokens, which the target goes on from as it always does."""
+    """Return requests of text prompts, which the target continues in a fixed way."""
     return [
         request(
             f"r{i}",
@@ -136,7 +137,7 @@ def _texts(temperature: float, num_tokens: int = 300, **more: Any) -> list[Engin
 
 
 def _share(engine: Engine, requests: list[EngineRequest], known: Answers | None = None) -> float:
-    """Of what was proposed, so much came; at least every fifth token did."""
+    """Return the accepted share of proposed tokens; at least every fifth token must be accepted."""
     before = engine.stats()
     answers = run(engine, requests)
     stats = engine.stats()
@@ -148,20 +149,20 @@ def _share(engine: Engine, requests: list[EngineRequest], known: Answers | None 
 
 # So narrow a target is only sure of anything where it is cold.
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
-def test_most_of_what_it_says_comes_drawn_or_not(copier: _World, temperature: float) -> None:
+def test_most_head_tokens_are_accepted_drawn_or_greedy(copier: _World, temperature: float) -> None:
     requests = _texts(temperature)
     known = run(load(copier.target, "off"), requests)
     assert _share(copier.engine(), requests, known) > 0.5
 
 
-def test_it_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
+def test_head_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
     requests = _texts(0.2, 45, n=3)
     known = run(load(copier.target, "off"), requests)
     assert _share(copier.engine(), requests, known) > 0.5
 
 
 @pytest.mark.usefixtures("warm_processes")
-def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
+def test_head_drafts_for_a_group_of_ranks(copier: _World) -> None:
     requests = _texts(0.0)
     without = load(copier.target, "off", tensor_parallel=2)
     known, known_of_load = run(without, requests), run(without, _load(0))
@@ -171,7 +172,7 @@ def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [290, 304, 305])
-def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_tokens: int) -> None:
+def test_head_begins_behind_cached_blocks(copier: _World, num_tokens: int) -> None:
     engine = copier.engine()
     _share(engine, _texts(0.0, num_tokens))
     computed = engine.stats().prefill_tokens
@@ -179,7 +180,7 @@ def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_token
     assert engine.stats().prefill_tokens <= computed + 3 * 16
 
 
-def test_it_begins_late_where_more_waits_than_is_kept(
+def test_head_begins_late_where_more_features_wait_than_are_kept(
     copier: _World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "MOST_WAITING_TOKENS", 50)
@@ -211,7 +212,7 @@ def test_a_head_that_fails_costs_its_proposals_only(
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-def test_nothing_is_kept_for_nobody(copier: _World) -> None:
+def test_no_features_are_kept_without_a_head(copier: _World) -> None:
     engine = load(copier.target, "ngram")
     engine.add(_texts(0.0)[0])
     engine.step()
@@ -224,8 +225,8 @@ def test_a_head_for_another_model_is_refused(copier: _World, checkpoint: Path) -
 
 
 def test_a_head_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nobody"):
-        load(checkpoint, f"eagle3={tmp_path / 'nobody'}")
+    with pytest.raises(CheckpointError, match="absent"):
+        load(checkpoint, f"eagle3={tmp_path / 'absent'}")
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"kernels": "torch"}])
@@ -248,7 +249,7 @@ def test_a_draft_of_any_share_agrees_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_the_target_is_not_asked_to_keep_its_rows(copier: _World) -> None:
-    """Features are copied out of a step, so that one row does not hold all of them."""
+    """Features are copied out of a step, so that one row does not keep all rows in memory."""
     engine = copier.engine()
     engine.add(_texts(0.0)[0])
     engine.step()

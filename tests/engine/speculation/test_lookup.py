@@ -1,4 +1,4 @@
-"""What a lookup suggests, beside looking through all that there is."""
+"""Suggestions of a lookup, compared with a search through all tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 @given(prompt=_TOKENS, output=_TOKENS)
-def test_it_suggests_what_followed_the_same_two_tokens(
+def test_lookup_suggests_tokens_that_followed_the_same_two(
     prompt: list[int], output: list[int]
 ) -> None:
     tokens = prompt + output
@@ -33,7 +33,7 @@ def test_it_suggests_what_followed_the_same_two_tokens(
 
 
 @given(prompt=_TOKENS, output=_TOKENS)
-def test_it_finds_something_where_the_last_two_tokens_were_met(
+def test_lookup_finds_a_match_where_the_last_two_tokens_occurred(
     prompt: list[int], output: list[int]
 ) -> None:
     tokens = prompt + output
@@ -58,7 +58,7 @@ def test_a_copy_is_followed_from_its_third_token_on() -> None:
     assert lookup.suggest(3).token_ids == [7, 8, 9]
 
 
-def test_what_goes_round_goes_on() -> None:
+def test_loop_of_tokens_is_continued() -> None:
     lookup = Lookup([5, 1, 2, 3, 1, 2], (), 0, 10_000)
     assert lookup.suggest(7).token_ids == [3, 1, 2, 3, 1, 2, 3]
 

@@ -1,4 +1,5 @@
-"""How many tokens are proposed: as many as pay, of what nobody else needs."""
+"""Number of proposed tokens: as many as pay, within budget and blocks that no other request
+needs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def _costs(base_s: float, row_s: float) -> CostModel:
 
 
 class _Decoding:
-    """Sequences that decode what their prompts said before, with their planner."""
+    """Sequences that repeat their prompts as they decode, with their planner."""
 
     def __init__(self, count: int, num_blocks: int = 4096, **more: Any) -> None:
         self.planner = make_planner(num_blocks, 4096, 64)
@@ -76,7 +77,7 @@ def _copying(count: int, **more: Any) -> _Decoding:
     return decoding
 
 
-def test_what_was_said_before_is_proposed_where_rows_are_cheap() -> None:
+def test_repeated_tokens_are_proposed_where_rows_are_cheap() -> None:
     decoding = _copying(1)
     (count,) = _propose(decoding, _costs(20e-3, 0.5e-3))
     (one,) = decoding.sequences
@@ -98,7 +99,7 @@ def test_nothing_is_proposed_where_rows_make_the_step() -> None:
     assert _propose(_copying(48), _costs(10e-3, 3e-3)) == [0] * 48
 
 
-def test_what_never_comes_is_not_proposed() -> None:
+def test_tokens_that_are_never_accepted_are_not_proposed() -> None:
     assert _propose(_copying(1), _costs(20e-3, 1e-3), told=0.01) == [0]
 
 
@@ -210,7 +211,7 @@ def test_a_draft_that_was_measured_on_a_busy_machine_is_measured_again() -> None
         assert draft.step_s(1, 40) < 20e-3
 
 
-def test_one_that_rests_is_looked_at_again() -> None:
+def test_resting_sequence_is_looked_up_again_now_and_then() -> None:
     decoding = _copying(8)
     speculator = Speculator(decoding.planner.tables, _costs(3e-3, 0.2e-3), 4096)
     for kind in range(FORCED):

@@ -1,4 +1,4 @@
-"""Engines with and without proposals on one checkpoint, and all that they make of a load."""
+"""Engines with and without proposals on one checkpoint, and their answers to a load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_STEPS = 5_000
 
 
 def load(checkpoint: Path, speculation: str, **settings: Any) -> Engine:
-    """An engine in bfloat16 by the compiled kernels."""
+    """Load an engine in bfloat16 by the compiled kernels."""
     given: dict[str, Any] = {
         "num_blocks": 256,
         "device": "cpu",
@@ -34,7 +34,7 @@ def load(checkpoint: Path, speculation: str, **settings: Any) -> Engine:
 
 
 class Answer(NamedTuple):
-    """What an engine said of one choice."""
+    """Outputs of an engine for one choice."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -46,7 +46,7 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = None) -> Answers:
-    """The answers to requests, of which each comes so many steps after the one before."""
+    """Return the answers to requests; each request arrives ``gaps`` steps after the one before."""
     answers: Answers = {}
     waits = iter(gaps or [])
     queued = list(requests)
@@ -59,8 +59,8 @@ def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = 
         if not engine.has_work and not queued:
             return answers
         outputs = engine.step()
-        (told,) = Unpacker().feed(pack(Stepped(outputs, engine.stats())))
-        read = report_decoder.decode(told)
+        (message,) = Unpacker().feed(pack(Stepped(outputs, engine.stats())))
+        read = report_decoder.decode(message)
         assert isinstance(read, Stepped)
         assert len(read.outputs) == len(outputs), "the bus side cannot read it"
         for output in outputs:
@@ -79,8 +79,7 @@ def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = 
 
 
 class Guesses:
-    """Proposes what will come, as known from another run, with some tokens replaced: in place of
-    what a speculator finds, whatever it costs."""
+    """Speculator that proposes the tokens of another run, with some replaced, at any cost."""
 
     def __init__(self, known: Answers, seed: int, share_right: float, most: int = 8) -> None:
         self._known = known

@@ -1,4 +1,4 @@
-"""Those who read by NIXL, and whom they read from, in this process and in others."""
+"""Readers by NIXL and their lenders, in this process and in others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _START_S = 60.0
 
 
 class Apart:
-    """Another process, with what it said first."""
+    """Another process, with its first message."""
 
     def __init__(self, process: BaseProcess, said: Any) -> None:
         self.process = process
@@ -62,12 +62,12 @@ def _apart(target: Callable[..., None], *args: Any) -> Iterator[Apart]:
 
 
 def lender_apart(folder: Path) -> contextlib.AbstractContextManager[Apart]:
-    """A process that lends; it says its endpoint."""
+    """Start a process that lends; its first message is its endpoint."""
     return _apart(serve_apart, folder, NUM_BLOCKS)
 
 
 def reader_apart(endpoint: TransferEndpoint) -> contextlib.AbstractContextManager[Apart]:
-    """A process that stops for good in the middle of a pull, and says when it is there."""
+    """Start a process that stops for good in the middle of a pull, and reports when it is there."""
     return _apart(_stop_in_the_middle, endpoint)
 
 
@@ -87,7 +87,7 @@ def peers_of(agent: NixlAgent, num_blocks: int = SHAPE.num_blocks) -> Peers:
 def pull(
     peers: Peers, endpoint: TransferEndpoint, count: int, timeout_s: float = TIMEOUT_S
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The first blocks, which are read from there."""
+    """Pull the first blocks of an endpoint."""
     target = PullTarget(np.zeros((3, count, 4096), np.uint8), list(range(count)))
     keys = [key(number) for number in range(count)]
     assert peers.pull(endpoint, keys, target, timeout_s).num_blocks == count
@@ -95,12 +95,12 @@ def pull(
 
 
 def num_reads(agent: NixlAgent) -> int:
-    """That have not ended."""
+    """Return the number of reads in flight."""
     return sum(remote.num_reads for remote in agent._remotes.values())
 
 
 def at_the_first_copy(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> None:
-    """Do something in the middle of a pull, of which a few blocks are read at a time."""
+    """Run an action in the middle of a pull that reads a few blocks at a time."""
     monkeypatch.setattr(nixl_client, "SCRATCH_BYTES", 8 * SHAPE.block_bytes)
     is_first = iter([True])
 

@@ -33,12 +33,12 @@ SPLIT = BlockSplit(LAYOUT, BlockLayout(8, 2, 128, has_scales=False), (BlockPart(
 
 
 def key(number: int) -> bytes:
-    """That of the block with such a number in the second region."""
+    """Return the key of the block with this number in the second region."""
     return number.to_bytes(16, "big")
 
 
 class Shelf:
-    """Lends block ``number`` of its second region for ``key(number)``, below ``num_blocks``."""
+    """Lender of block ``number`` of its second region for ``key(number)``, below ``num_blocks``."""
 
     def __init__(self, shape: BlockShape = SHAPE) -> None:
         self.num_blocks = shape.num_blocks
@@ -72,7 +72,7 @@ _kept: list[SharedPages] = []
 
 
 class Served:
-    """A shelf that is served on both ways, and if need be by NIXL."""
+    """Shelf that is served by both ways, and by NIXL if asked for."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Served:
 
     @property
     def nixl(self) -> TransferEndpoint:
-        """The remote one, with an agent."""
+        """Return the endpoint with an agent."""
         assert self.agent is not None
         return msgspec.structs.replace(self.remote, nixl=self.agent.name)
 
@@ -106,7 +106,7 @@ class Served:
         return {"local": self.local, "remote": self.remote}[way] if way != "nixl" else self.nixl
 
     def connect(self, way: str) -> socket.socket:
-        """A socket on which nothing was said."""
+        """Open a socket without a hello."""
         if way == "local":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(10.0)
@@ -123,7 +123,7 @@ class Served:
 
 
 def serve_apart(pipe: Connection, folder: Path, num_blocks: int) -> None:
-    """A process of its own that serves a shelf by NIXL until the pipe ends."""
+    """Serve a shelf by NIXL in a process of its own, until the pipe ends."""
     served = Served(folder, by_nixl=True, shape=SHAPE._replace(num_blocks=num_blocks))
     pipe.send(served.nixl)
     with suppress(EOFError):

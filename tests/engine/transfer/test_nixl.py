@@ -1,4 +1,4 @@
-"""What goes wrong with reads by NIXL costs a pull, and neither a process nor bytes of others."""
+"""Faults of reads by NIXL: they cost a pull, and neither a process nor other memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.engine.transfer.shelf import LAYOUT, SHAPE, SPLIT, TOKEN, Served, key
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[NixlAgent]:
-    """That of who pulls."""
+    """Yield the agent of a puller."""
     made = NixlAgent([])
     yield made
     made.close()
@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_more_than_fits_into_scratch_comes_in_parts(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of scattered blocks, too."""
+    """The blocks may be scattered."""
     monkeypatch.setattr(nixl_client, "SCRATCH_BYTES", 8 * SHAPE.block_bytes)
     served = Served(tmp_path, by_nixl=True, shape=SHAPE._replace(num_blocks=101))
     peers = peers_of(agent, 101)
@@ -69,7 +69,7 @@ def test_more_than_fits_into_scratch_comes_in_parts(
 def test_two_pulls_at_once_from_one_peer(
     served: Served, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them is in the middle while all of the other is done."""
+    """The second pull begins and ends in the middle of the first."""
     peers = peers_of(agent)
     other: list[Any] = []
 
@@ -88,7 +88,7 @@ def test_two_pulls_at_once_from_one_peer(
 
 @contextlib.contextmanager
 def _says(body: bytes, name: str) -> Iterator[TransferEndpoint]:
-    """A server that says this of an agent of such a name, and lends its first block."""
+    """Serve this message about an agent of that name, and lend the first block."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -120,8 +120,8 @@ def _says(body: bytes, name: str) -> Iterator[TransferEndpoint]:
 def test_nonsense_about_an_agent_is_not_believed(
     agent: NixlAgent, served: Served, data: st.DataObject
 ) -> None:
-    """None at all, cut anywhere, or with a byte that is another: of what NIXL reads itself, before
-    what it hands to UCX."""
+    """The agent's message is random, cut anywhere, or has another byte in the part that NIXL reads
+    itself, before the part for UCX."""
     liar = NixlAgent([one.blocks for one in served.shelf.regions])
     body = _body(served, liar)
     match data.draw(st.sampled_from(["any", "cut", "changed"])):
@@ -144,7 +144,7 @@ def test_nonsense_about_an_agent_is_not_believed(
 
 
 def _body(served: Served, agent: NixlAgent, address: int | None = None) -> bytes:
-    """What an agent says of itself, or with another address of the first region."""
+    """Return the message about an agent, if given with another address of the first region."""
     regions = served.shelf.regions
     addresses = [one.blocks.ctypes.data for one in regions]
     if address is not None:
@@ -170,7 +170,7 @@ def test_another_agent_than_the_bus_told_of_is_not_read(agent: NixlAgent, served
 def test_memory_that_was_not_registered_is_not_read(
     agent: NixlAgent, served: Served, address: int | None
 ) -> None:
-    """Without an address it is other memory of the process that is read."""
+    """The default address is other memory of the process."""
     assert served.agent is not None
     other = np.zeros(SHAPE, np.uint8)
     if address is None:
@@ -184,8 +184,9 @@ def test_memory_that_was_not_registered_is_not_read(
     peers.close()
 
 
-def test_who_has_no_agent_is_not_read_by_nixl(tmp_path: Path, agent: NixlAgent) -> None:
-    """One whose endpoint says so is pulled from plainly, one whose endpoint lies is not."""
+def test_lender_without_an_agent_is_not_read_by_nixl(tmp_path: Path, agent: NixlAgent) -> None:
+    """An endpoint without an agent is pulled from plainly; an endpoint with a false agent is an
+    error."""
     served = Served(tmp_path)
     peers = peers_of(agent)
     assert (pull(peers, served.remote, 40) == served.shelf.regions[1].blocks).all()

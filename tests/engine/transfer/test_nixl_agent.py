@@ -1,4 +1,4 @@
-"""An agent of NIXL takes no time while nobody reads, and is gone once it is closed."""
+"""Agent of NIXL: it takes no time without reads, and is gone once it is closed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.support.waiting import eventually
 
 
 def _foreign_threads() -> set[int]:
-    """Those of this process that are not Python's."""
+    """Return the threads of this process that are not Python's."""
     own = {thread.native_id for thread in threading.enumerate()}
     return {int(task.name) for task in Path("/proc/self/task").iterdir()} - own
 
 
 def _num_links() -> int:
-    """Sockets of this process, and what waits for some."""
+    """Count the sockets of this process, and the waits for sockets."""
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(link.startswith(("socket:", "anon_inode:[event")) for link in links)
 
 
 def _read_once(folder: Path) -> tuple[Served, NixlAgent]:
-    """Who lent and who read."""
+    """Read once, and return the lender and the reader."""
     served, puller = Served(folder, by_nixl=True), NixlAgent([])
     peers = peers_of(puller)
     assert (pull(peers, served.nixl, 40) == served.shelf.regions[1].blocks).all()
@@ -42,7 +42,8 @@ def _read_once(folder: Path) -> tuple[Served, NixlAgent]:
 
 
 async def test_an_agent_has_no_thread(tmp_path: Path) -> None:
-    """NIXL's polls without a pause, one for each agent. UCX has one for all, which waits."""
+    """NIXL's thread polls without a pause, one for each agent. UCX has one thread for all, which
+    waits."""
     used = [_read_once(tmp_path / "first")]
     before = _foreign_threads()
     used.append(_read_once(tmp_path / "second"))
@@ -122,7 +123,7 @@ def test_a_package_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_that_cannot_be_registered_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is to be locked and may not be."""
+    """Registration fails, for example, where memory must be locked and may not be."""
 
     def fails(*_: Any) -> None:
         raise import_module("nixl._bindings").nixlBackendError("NIXL_ERR_BACKEND")

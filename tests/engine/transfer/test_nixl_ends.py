@@ -1,4 +1,4 @@
-"""Peers that end, hang or take back what they lent while they are read by NIXL cost a pull."""
+"""Peers that end, hang or take back a loan during a read by NIXL cost one pull."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.engine.transfer.shelf import Served
 
 @pytest.fixture(params=["", "tcp"])
 def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlAgent]:
-    """That of who pulls, by shared memory or by TCP, for which the lender has to do its part;
-    lenders of the test, too."""
+    """Yield the puller's agent, over shared memory or over TCP, which needs the lender's work; the
+    test's lenders have the same transport."""
     if request.param:
         monkeypatch.setenv("UCX_TLS", request.param)
     made = NixlAgent([])
@@ -65,7 +65,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_pull(
     peers.close()
 
 
-def test_who_is_killed_in_the_middle_of_a_pull_gives_back_what_it_was_lent(
+def test_puller_killed_in_the_middle_of_a_pull_gives_back_its_loan(
     served: Served, agent: NixlAgent
 ) -> None:
     with reader_apart(served.nixl) as reader:
@@ -80,7 +80,7 @@ def test_who_is_killed_in_the_middle_of_a_pull_gives_back_what_it_was_lent(
 def test_a_loan_that_ends_in_the_middle_of_a_pull(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lender does nothing for it any more. Who reads has until its own deadline."""
+    """The lender does nothing more for the loan. The puller has time until its own deadline."""
     served = Served(tmp_path, loan_s=0.05, by_nixl=True)
     peers = peers_of(agent)
     with monkeypatch.context() as patch:
@@ -97,10 +97,10 @@ def test_a_loan_that_ends_in_the_middle_of_a_pull(
     served.close()
 
 
-def test_what_hangs_is_given_up_and_its_scratch_not_used_before_it_ends(
+def test_hanging_read_is_given_up_and_its_scratch_not_used_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that is given up may still write: nothing else is read there until it has ended. By
+    """A read that was given up may still write: its scratch is not used until it has ended. Over
     TCP it ends while the peer is asked again."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     agent = NixlAgent([])

@@ -1,4 +1,4 @@
-"""Blocks go from one memory to another, over either way."""
+"""Pulls of blocks from one memory into another, over either way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TIMEOUT_S = 10.0
 
 @pytest.fixture
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    """By NIXL, too, for tests whose way that is."""
+    """Yield a lender, with NIXL for tests with that parameter."""
     callspec = getattr(request.node, "callspec", None)
     made = Served(tmp_path, by_nixl=callspec is not None and "nixl" in callspec.params.values())
     yield made
@@ -53,7 +53,7 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @cache
 def _agent() -> NixlAgent:
-    """That of all who pull in this module: it takes a while to start."""
+    """Return the agent of all pullers of this module, since it takes a while to start."""
     return NixlAgent([])
 
 
@@ -132,7 +132,7 @@ def test_several_at_once(served: Served, way: str) -> None:
 def test_a_loan_that_is_over_too_soon_is_told(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is made, but what it is of nobody knows."""
+    """The copy is made, but its contents are of unknown origin."""
     # Where blocks are sent, they are sent before anybody looks at them.
     spoiled = {"local": "client.copy_runs", "nixl": "client.copy_runs"}.get(
         way, "server.checksum_of"
@@ -180,10 +180,10 @@ def test_a_wrong_token_is_told_nothing(served: Served, way: str) -> None:
 
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("cut", [0, 1, 30, 59, 60, 61, 71, 72, 80, 91])
-def test_what_is_cut_anywhere_ends_one_connection(served: Served, way: str, cut: int) -> None:
-    said = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
+def test_truncated_frame_ends_one_connection(served: Served, way: str, cut: int) -> None:
+    frames = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
     with served.connect(way) as sock:
-        sock.sendall(said[:cut])
+        sock.sendall(frames[:cut])
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):
             """What it says until it sees that there is no more to come."""
@@ -273,7 +273,7 @@ def test_memory_that_can_shrink_or_is_too_small_is_not_mapped() -> None:
         map_blocks(pages.fd, SHAPE)
 
 
-def test_who_maps_memory_cannot_write_to_it() -> None:
+def test_mapped_memory_is_read_only() -> None:
     pages = SharedPages(1 << 16)
     pages.pages[0] = 7
     with pytest.raises(PermissionError):
@@ -292,7 +292,8 @@ def test_blocks_of_another_shape_are_not_taken(served: Served, way: str) -> None
 def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
     tmp_path: Path, way: str
 ) -> None:
-    """There two ranks have a head each of all layers, here two stages have both heads."""
+    """The lender has two ranks with a head each of all layers, the puller two stages with both
+    heads."""
     theirs = tuple(BlockPart(0, 3, head, 1) for head in (0, 1))
     split = BlockSplit(
         LAYOUT,

@@ -1,4 +1,4 @@
-"""Blocks that are split over other ranks there than here."""
+"""Blocks that are split over other ranks at the lender than at the puller."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Whole = npt.NDArray[np.uint8]
 
 
 class Model(NamedTuple):
-    """All keys and values of a model's blocks, [num_layers, num_blocks, num_tokens, 2, num_heads,
-    bytes], and the scales of these where there are any."""
+    """Keys and values of a model's blocks, [num_layers, num_blocks, num_tokens, 2, num_heads,
+    bytes], and their scales, if any."""
 
     data: Whole
     scales: Whole | None
@@ -38,7 +38,7 @@ class Model(NamedTuple):
         return cls(drawn(layout.head_bytes), drawn(4) if layout.has_scales else None)
 
     def split(self, layout: BlockLayout, parts: list[BlockPart]) -> Blocks:
-        """As it lies in the memory of ranks that have these parts."""
+        """Return the blocks as they lie in the memory of ranks with these parts."""
         pieces = []
         for first_layer, num_layers, first_head, num_heads in map(_numbers, parts):
             layers = slice(first_layer, first_layer + num_layers)
@@ -59,8 +59,8 @@ def _numbers(part: BlockPart) -> tuple[int, int, int, int]:
 
 @st.composite
 def partitions(draw: st.DrawFn, num_layers: int, num_heads: int) -> list[BlockPart]:
-    """Of stages of one layer or more, each of ranks with equally many heads; or each head is with
-    several ranks."""
+    """Draw a partition into stages of one layer or more, each with ranks of equally many heads, or
+    with every head at several ranks."""
     cuts = draw(st.sets(st.integers(1, max(1, num_layers - 1)), max_size=num_layers - 1))
     ends = [0, *sorted(cuts - {num_layers}), num_layers]
     each = draw(st.sampled_from([n for n in range(1, num_heads + 1) if num_heads % n == 0]))

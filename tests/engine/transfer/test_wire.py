@@ -1,4 +1,4 @@
-"""No bytes of a peer are taken for more than they can be."""
+"""Frames of transfers: malformed bytes of a peer are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_hello_is_not_guessed(data: bytes) -> None:
 
 
 @given(st.text(), st.text())
-def test_who_says_hello_is_known(token: str, layout: str) -> None:
+def test_hello_is_checked_for_token_and_layout(token: str, layout: str) -> None:
     wire.check_hello(wire.hello(token, layout), token, layout)
     with pytest.raises(PeerError, match="no right"):
         wire.check_hello(wire.hello(token + "x", layout), token, layout)

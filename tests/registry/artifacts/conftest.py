@@ -33,7 +33,7 @@ class Bucket:
         obstore.put(self._store, path, contents)
 
     def put_folder(self, folder: Path, path: str) -> str:
-        """Its files, under a path; the address of that."""
+        """Put the files of a folder under a path, and return its address."""
         for file in folder.rglob("*"):
             if file.is_file():
                 self.put(f"{path}/{file.relative_to(folder)}", file.read_bytes())
@@ -63,6 +63,6 @@ def bucket(s3_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactCache:
-    """The one that this process and its children use."""
+    """Return the cache that this process and its children use."""
     monkeypatch.setenv("MILLRACE_ARTIFACTS__PATH", str(tmp_path / "artifacts"))
     return ArtifactCache(tmp_path / "artifacts")

@@ -1,4 +1,4 @@
-"""Copies of stored folders: whole or not at all, each once, taken up where they were cut."""
+"""Copies of stored folders: complete or absent, stored once, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_folder_is_copied_once_and_again_when_it_has_changed(
     assert second != first
     assert (second / "config.json").read_bytes() == b"{1}"
     assert (first / "config.json").read_bytes() == b"{}"
-    # The weights are there once, whatever snapshots have them.
+    # All snapshots share one copy of the weights.
     assert (second / "sub" / "weights.bin").stat().st_ino == before
     assert len(_objects(tmp_path / "artifacts")) == 3
     assert not list((tmp_path / "artifacts" / "partial").iterdir())
@@ -62,7 +62,7 @@ def test_only_what_is_wanted_is_fetched(bucket: Bucket, cache: ArtifactCache) ->
         cache.fetch(f"{bucket.address}/m", ("*.safetensors",), "Model m")
 
 
-def test_what_cannot_be_had_is_told(
+def test_failed_fetch_is_reported(
     bucket: Bucket, cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelSourceError, match=r"Model m: s3://nobucket/m does not exist"):
@@ -106,7 +106,7 @@ def test_a_store_that_is_away_is_not_needed_for_what_is_here(
 
 
 class _Cutting(StoredFolder):
-    """Ends each answer after some bytes; ``starts`` are where it was asked to begin."""
+    """Server that ends each answer after some bytes; ``starts`` are the offsets of the requests."""
 
     starts: list[int]
     after = 1_500_000
@@ -210,14 +210,14 @@ def test_what_was_used_least_recently_makes_room(bucket: Bucket, tmp_path: Path)
     assert b.exists()
     assert c.exists()
     assert len(_objects(tmp_path / "artifacts")) == 2
-    with opened:  # whoever had it open has it still
+    with opened:  # an open file stays readable
         assert opened.read(1) == b"a"
 
 
 def test_room_is_made_while_another_address_comes(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come for one is not linked so far when the other removes what nobody has."""
+    """The files of one address have come and are not linked yet when the other makes room."""
     bucket.put("a/weights.bin", b"a" * 1_000)
     bucket.put("a/zz.bin", b"z" * 1_000)
     bucket.put("b/weights.bin", b"b" * 1_000)

@@ -1,1 +1,1 @@
-"""What is read of a checkpoint before its weights are."""
+"""Tests of a checkpoint's metadata, which is read before its weights."""

@@ -1,4 +1,4 @@
-"""What ``quantization_config`` says of each module, and what is refused of it."""
+"""Scheme of each module by ``quantization_config``, and refusals."""
 
 from __future__ import annotations
 

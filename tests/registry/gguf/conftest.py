@@ -1,4 +1,4 @@
-"""Each test has a cache folder of its own."""
+"""Cache folder of each test."""
 
 from __future__ import annotations
 

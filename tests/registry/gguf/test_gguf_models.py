@@ -1,4 +1,4 @@
-"""GGUF files as models of the catalogue: served like the checkpoints that they were made of."""
+"""GGUF files as models of the catalogue: served as their source checkpoints are."""
 
 from __future__ import annotations
 

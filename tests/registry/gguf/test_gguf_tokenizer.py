@@ -1,4 +1,4 @@
-"""Tokenizers read from GGUF files against those that the files were made of."""
+"""Tokenizers read from GGUF files, compared with the tokenizers that the files were made of."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _ANY_TEXT = st.text(
 def splitting(
     pattern: str, normalizer: Any = None, *, then_as_gpt_2: bool = False, **model: Any
 ) -> tokenizers.Tokenizer:
-    """Byte-level BPE that splits texts by ``pattern``."""
+    """Return a byte-level BPE tokenizer that splits texts by ``pattern``."""
     tokenizer = tokenizers.Tokenizer(models.BPE(**model))
     own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=then_as_gpt_2)
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -81,7 +81,8 @@ def splitting(
 
 
 def sentencepiece(*, prefix: bool) -> tokenizers.Tokenizer:
-    """As transformers makes one of a sentencepiece model, whose scores fall with the ids."""
+    """Return a tokenizer as transformers makes it from a sentencepiece model with scores that fall
+    with the ids."""
     made = byte_fallback()
     vocabulary = made.get_vocab()
     scores = {
@@ -118,7 +119,7 @@ MADE: dict[str, tuple[Callable[[], tokenizers.Tokenizer], str | None]] = {
 
 @pytest.fixture(scope="module", params=MADE)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(the tokenizer of a checkpoint folder, the same of the GGUF file made of it)"""
+    """Return (the tokenizer of a checkpoint folder, the same of the GGUF file made of it)."""
     make, pre_tokenizer = MADE[request.param]
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = make()
@@ -174,7 +175,7 @@ def test_long_texts_may_be_cut_as_before(pair: tuple[Tokenizer, Tokenizer]) -> N
 
 
 def file_of(tmp_path: Path, **changes: Any) -> Path:
-    """``write_metadata`` with keys below ``tokenizer.ggml``."""
+    """Call ``write_metadata`` with keys below ``tokenizer.ggml``."""
     return write_metadata(
         tmp_path / "x.gguf", {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     )

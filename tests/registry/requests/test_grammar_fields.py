@@ -1,4 +1,4 @@
-"""The fields that ask for a grammar, and how they are refused."""
+"""Fields for grammars, and their refusals."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_other_blanks_are_refused_elsewhere(fields: dict[str, Any], said: str) -
     assert caught.value.param == "guided_whitespace_pattern"
 
 
-def test_every_door_takes_them() -> None:
+def test_every_endpoint_takes_grammars() -> None:
     regex = Grammar(kind=GrammarKind.REGEX, text="é|漢+")
     fields = {"model": "m", "prompt": "hi", "guided_regex": regex.text}
     text = parse_completion(decode(_TEXT, msgspec.json.encode(fields)))

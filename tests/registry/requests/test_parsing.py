@@ -1,4 +1,4 @@
-"""Nothing that is accepted is ignored: fields are honoured or refused by name."""
+"""Parsing of requests: fields are honoured or refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_how_to_think_is_said_to_the_template() -> None:
     assert closer.chat_template_kwargs == {"enable_thinking": True, "x": 1}
 
 
-def test_a_safety_identifier_is_who_uses_it() -> None:
+def test_safety_identifier_sets_the_user() -> None:
     assert chat(safety_identifier="a").user == "a"
     assert chat(safety_identifier="a", user="b").user == "b"
 

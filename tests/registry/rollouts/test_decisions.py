@@ -1,4 +1,4 @@
-"""A rollout goes on, ends, or turns back."""
+"""Decisions of a rollout: it goes on, ends, or turns back."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_traffic_moves_in_steps_until_all_of_it_has_moved() -> None:
     assert decide(rollout, _situation(_seen(5, 5)), 10**6 * S) is None
 
 
-def test_a_share_that_nobody_has_tried_does_not_grow() -> None:
+def test_share_without_requests_does_not_grow() -> None:
     assert decide(_running(), _situation(_seen(4)), 1_000 * S) is None
     assert decide(_running(), _situation(_seen(5)), 1_000 * S) is not None
 
@@ -83,7 +83,7 @@ def test_a_breach_turns_back_at_once_but_not_after_too_few() -> None:
     assert turned.ended_ns == 1 * S
 
 
-def test_a_version_without_workers_is_given_up_once_somebody_has_waited_for_it() -> None:
+def test_version_without_workers_is_given_up_once_a_request_has_waited_for_it() -> None:
     assert decide(_running(), _situation(has_worker=False), 5 * S) is None
     assert decide(_running(), _situation(has_worker=False, stranded_s=9.0), 5 * S) is None
     turned = decide(_running(), _situation(has_worker=False, stranded_s=10.0), 5 * S)
@@ -98,7 +98,7 @@ def test_all_at_once() -> None:
     assert (done.state, done.stable) == (RolloutState.COMPLETED, "chat@v2")
 
 
-def test_by_hand_it_turns_back_even_after_its_end_but_once() -> None:
+def test_rollout_is_reverted_by_hand_once_even_after_its_end() -> None:
     turned = returned(_running(50.0), NAMES, 1 * S)
     assert turned is not None
     assert (turned.state, turned.reason) == (RolloutState.ABORTED, "by hand")

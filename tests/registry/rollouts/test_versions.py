@@ -1,4 +1,4 @@
-"""Which version answers: by share, evenly, and the same one for the same key."""
+"""Choice of a version: by share, evenly, and the same for the same key."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_a_share_of_the_keys_gets_the_candidate() -> None:
 
 
 @given(st.text(max_size=40), st.floats(0, 100), st.floats(0, 100))
-def test_who_has_the_candidate_keeps_it_while_its_share_grows(
-    key: str, one: float, other: float
-) -> None:
+def test_key_keeps_the_candidate_while_its_share_grows(key: str, one: float, other: float) -> None:
     less, more = sorted((one, other))
     few, many = ({"chat": replace(ROLLOUT, percent=percent)} for percent in (less, more))
     if VERSIONS.resolve("chat", key, few) == "chat@v2":

@@ -51,7 +51,7 @@ QWEN = """\
 
 
 def write_models(folder: Path, name: str) -> Path:
-    """A models.yaml in ``folder`` with one model, which has ``CONTROL`` and ``QWEN``."""
+    """Write a models.yaml in ``folder`` with one model, which has ``CONTROL`` and ``QWEN``."""
     write_checkpoint(
         folder / name, chat_template=QWEN, special_tokens=CONTROL, max_position_embeddings=4096
     )

@@ -38,7 +38,8 @@ ROLES = """\
 
 
 def _added() -> list[AddedToken]:
-    """Control tokens of every kind, and plain words that extend a vocabulary."""
+    """Return a tokenizer with control tokens of every kind, and plain words that extend a
+    vocabulary."""
     return [
         AddedToken("<|im_start|>", special=True, normalized=False),
         AddedToken("<|im_end|>", special=True, normalized=False, rstrip=True),
@@ -52,7 +53,8 @@ def _added() -> list[AddedToken]:
 
 
 def _unigram(special_tokens: Sequence[str] = ("<unk>", "<s>", "</s>")) -> tokenizers.Tokenizer:
-    """Unlike BPE it finds a control token of its vocabulary in any text."""
+    """Return a Unigram tokenizer, which finds control tokens of its vocabulary in any text; BPE
+    does not."""
     made = tokenizers.Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.UnigramTrainer(
@@ -80,7 +82,7 @@ def _with(backend: tokenizers.Tokenizer, normalizer: Any = None) -> tokenizers.T
 
 
 def _prefixed() -> tokenizers.Tokenizer:
-    """As GGUF files have it, and Llama 2 of old: each text begins with a space."""
+    """Return a tokenizer that begins each text with a space, as GGUF files and Llama 2 do."""
     backend = byte_fallback()
     backend.pre_tokenizer = None
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -130,7 +132,7 @@ def _messages(texts: Sequence[str]) -> list[ChatMessage]:
     ]
 
 
-# But the one that takes no system message.
+# All but the template that takes no system message.
 SOURCES = (
     *(QWEN, ROLES),
     *(source for kind, (source, _) in FAMILIES.items() if kind is not ToolFormat.MISTRAL),
@@ -182,7 +184,7 @@ def test_no_content_makes_a_control_token(
 
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_the_seam_of_two_texts(cut: int) -> None:
-    """Parts of a message are one text by then; what the template wrote beside it is not."""
+    """Two texts of the template join to a control token; content joins to none."""
     way, token = WAYS["byte level"], "<|im_end|>"
     end = BACKENDS["byte level"].token_to_id(token)
     for text in (
@@ -217,7 +219,7 @@ def test_a_model_that_finds_control_tokens_by_itself(made: tokenizers.Tokenizer)
 
 @pytest.mark.parametrize("around", ["mill", " mill", "7", "_", "-", ""])
 def test_a_token_that_is_a_word_stays_one(around: str) -> None:
-    """The tokenizer itself finds it in no longer word."""
+    """The tokenizer itself does not find it within a longer word."""
     backend, way = BACKENDS["byte level"], WAYS["byte level"]
     for pieces in ((literal("</tool_call>"), around), (around, literal("</tool_call>"))):
         text = joined(pieces)
@@ -225,7 +227,7 @@ def test_a_token_that_is_a_word_stays_one(around: str) -> None:
 
 
 def test_a_normalizer_makes_no_control_token_of_content() -> None:
-    """Full-width letters and other cases are the same to it."""
+    """The normalizer equates full-width letters and other cases with the control token."""
     backend = byte_level()
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     backend.add_tokens([AddedToken("<THINK>")])
@@ -244,7 +246,7 @@ def test_a_normalizer_makes_no_control_token_of_content() -> None:
 
 
 def test_words_that_extend_a_vocabulary_stay_tokens() -> None:
-    """Runs of blanks as GPT-NeoX has them, and letters as DeepSeek has them."""
+    """The words are runs of blanks, as in GPT-NeoX, and letters, as in DeepSeek."""
     backend = byte_level()
     words = ["    ", "\t\t", "ü", "÷"]
     backend.add_tokens([*words, "|||IP|||"])
@@ -256,7 +258,7 @@ def test_words_that_extend_a_vocabulary_stay_tokens() -> None:
 
 
 def test_ids_that_leave_gaps() -> None:
-    """A checkpoint may have the last ids without those before."""
+    """A checkpoint may have the last ids without the ids before them."""
     spec = json.loads(byte_level().to_str())
     vocab = spec["model"]["vocab"]
     vocab[max(vocab, key=vocab.get)] = 420
@@ -349,7 +351,7 @@ def test_what_a_template_wrote_is_known_and_its_text_as_ever(source: str, writte
 def test_cutting_a_text_keeps_what_each_character_is(
     pieces: list[tuple[bool, str]], first: int, last: int
 ) -> None:
-    """Letters that the server wrote are upper-case here, so that they show what they are."""
+    """Letters from the server are upper-case here, so that their origin shows."""
     text = joined(literal(part.upper()) if own else part for own, part in pieces)
 
     def check(part: str) -> None:
@@ -428,7 +430,7 @@ def test_the_old_way_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_earlier_turns_keep_their_ids_behind_a_forged_one(tmp_path: Path) -> None:
-    """Or the prefix cache would not find them."""
+    """The prefix cache finds earlier turns by their ids."""
     tokenizer = _served(tmp_path).tokenizer
     turns = [
         ChatMessage("user", "What is a mill?"),

@@ -50,7 +50,8 @@ _ODDITIES = (
 
 
 def split(pattern: str) -> tokenizers.Tokenizer:
-    """Words as in Llama 3 and Qwen, with a special token that ends in letters."""
+    """Return a tokenizer that splits words as Llama 3 and Qwen do, with a special token that ends
+    in letters."""
     made = plain()
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -63,14 +64,14 @@ def split(pattern: str) -> tokenizers.Tokenizer:
 
 
 def plain() -> tokenizers.Tokenizer:
-    """Byte-level words without tokens that hold a space."""
+    """Return a byte-level tokenizer without tokens that contain a space."""
     made = byte_level()
     spec = made.to_str().replace('"content":"a b"', '"content":"a_b"').replace('"a b"', '"a_b"')
     return tokenizers.Tokenizer.from_str(spec)
 
 
 def long_text(seed: int, num_characters: int = 60_000) -> str:
-    """Words of all kinds, and what stands between words."""
+    """Draw words of all kinds, and separators."""
     draw = random.Random(seed)
     words = [word for text in TEXTS for word in text.split()]
     parts: list[str] = []
@@ -142,7 +143,7 @@ def test_composition_makes_three_bytes_into_one_at_most() -> None:
 
 
 class _Counted:
-    """A backend that says how much text it was given."""
+    """Backend that counts the length of its input text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend

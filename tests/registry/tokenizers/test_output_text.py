@@ -1,4 +1,4 @@
-"""The text of a sequence: stop strings, held-back text, and independence of how it is cut."""
+"""Output text of a sequence: stop strings, held-back text, and independence of its pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(stream: TextStream, token_ids: Sequence[int]) -> list[str]:
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:
-    """Up to the stop string that is complete first, found the slow way."""
+    """Return the text up to the stop string that is complete first, found by the slow method."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -157,7 +157,7 @@ def test_special_tokens_are_text_if_they_are_not_skipped(tokenizer: Tokenizer) -
 
 
 def test_what_may_end_a_text_is_declared(tokenizer: Tokenizer) -> None:
-    """An engine hands tokens out at once only for fields that are declared to end a text."""
+    """An engine holds tokens back only for fields that are declared to end a text."""
     read: set[str] = set()
 
     class Recorder:

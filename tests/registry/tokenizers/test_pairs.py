@@ -49,7 +49,7 @@ _KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 def test_no_text_of_a_pair_ends_it(tmp_path: Path) -> None:
-    """What is between the texts is not to be forged by either of them."""
+    """The tokens between the texts of a pair cannot be forged by either text."""
     made = _KINDS["ends between"]()
     for old in (False, True):
         path = write_tokenizer(tmp_path, made)
@@ -75,7 +75,9 @@ def test_a_pair_is_encoded_as_transformers_does(tmp_path: Path, kind: str) -> No
 
 @settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60))
-def test_what_is_cut(num_first: int, num_second: int, max_tokens: int) -> None:
+def test_longer_text_of_a_pair_is_cut_first(
+    num_first: int, num_second: int, max_tokens: int
+) -> None:
     first, second = cut_pair(num_first, num_second, max_tokens)
     assert 0 <= first <= num_first
     assert 0 <= second <= num_second

@@ -1,4 +1,4 @@
-"""What the parser makes of a text."""
+"""Parsed form of a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 def read(
     tool_format: ToolFormat, text: str, tools: Sequence[ToolDefinition] = ()
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and names and arguments of calls; the same whether the text comes whole or in
-    single characters."""
+    """Return content, and names and arguments of calls. Assert that the text gives the same as a
+    whole and in single characters."""
     whole, cut = _read(tool_format, [text], tools), _read(tool_format, list(text), tools)
     assert whole == cut
     return whole

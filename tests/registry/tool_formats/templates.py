@@ -1,4 +1,4 @@
-"""Chat templates in the form of those that models come with."""
+"""Chat templates in the form of models' own templates."""
 
 from __future__ import annotations
 

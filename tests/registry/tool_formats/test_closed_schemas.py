@@ -1,4 +1,4 @@
-"""Objects within a schema are closed, where nothing else speaks of their properties."""
+"""Closing of objects within a schema, unless something else declares their properties."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHUT = _OPEN | {"additionalProperties": False}
         # Of one value, and of what is within it.
         ({"anyOf": [_OPEN, {"type": "null"}]}, {"anyOf": [_OPEN, {"type": "null"}]}),
         ({"oneOf": [{"items": _OPEN}]}, {"oneOf": [{"items": _SHUT}]}),
-        # A property is no keyword, whatever its name.
+        # A property is no keyword, even if it has the name of one.
         (
             {"properties": {"not": _OPEN, "properties": _OPEN}},
             {"properties": {"not": _SHUT, "properties": _SHUT}},

@@ -1,4 +1,4 @@
-"""Where the first call of a completion ends, in every format and however its text is cut."""
+"""End of a completion's first call, in every format and however its text is cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITHOUT_CONTENT = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC)
 
 
 def cut(sampling: SamplingOptions, pieces: list[str]) -> str | None:
-    """The text up to the end of its first call."""
+    """Return the text up to the end of its first call."""
     first, told = FirstCall(sampling), ""
     for piece in pieces:
         end = first.num_characters(piece)

@@ -1,4 +1,4 @@
-"""The format that a template shows, and earlier calls told through it."""
+"""Formats shown by templates, and earlier calls written in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tools whose input is text: told as one argument, held to a grammar, read while it is written."""
+"""Tools with text as their input: declared with one argument, held to a grammar, parsed as it
+arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the grammars of the formats admit, where these do not write arguments as one JSON object."""
+"""Grammars of formats that do not write arguments as one JSON object."""
 
 from __future__ import annotations
 

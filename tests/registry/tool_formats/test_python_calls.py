@@ -1,4 +1,4 @@
-"""Calls as Python writes them, told in JSON."""
+"""Calls in Python's syntax, converted to JSON."""
 
 from __future__ import annotations
 

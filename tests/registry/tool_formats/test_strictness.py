@@ -1,4 +1,4 @@
-"""Calls that no grammar held, checked against the schemas of strict tools."""
+"""Check of calls without a grammar against the schemas of strict tools."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def faults(
     ],
 )
 def test_the_first_fault_is_told(arguments: str, fault: str | None) -> None:
-    told = faults(arguments)
-    assert [one[: len(fault or "")] for one in told] == ([] if fault is None else [fault])
+    found = faults(arguments)
+    assert [one[: len(fault or "")] for one in found] == ([] if fault is None else [fault])
     assert faults(arguments, strict=False) == []
 
 
@@ -99,9 +99,9 @@ def test_a_schema_that_cannot_be_checked_in_time_is_not(
     schema: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     started_s = time.process_time()
-    told = faults(json.dumps(arguments), schema)
+    found = faults(json.dumps(arguments), schema)
     assert time.process_time() - started_s < 2.0
-    assert told == [] or "is not one of" in told[0]
+    assert found == [] or "is not one of" in found[0]
 
 
 def test_the_calls_of_one_answer_share_the_steps() -> None:

@@ -1,4 +1,4 @@
-"""Calls whose arguments have tags of their own: what they are is for the schemas to say."""
+"""Calls with a tag for each argument, whose types come from the schemas."""
 
 from __future__ import annotations
 

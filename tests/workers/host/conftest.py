@@ -1,4 +1,4 @@
-"""A served model without weights for the tests of the worker's bus side."""
+"""Served model without weights for the tests of the worker's bus side."""
 
 from __future__ import annotations
 

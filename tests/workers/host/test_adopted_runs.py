@@ -1,4 +1,4 @@
-"""A stream that moves from one run to another reads as if it had not, wherever it moves."""
+"""Streams that move between attempts: they read as if they had not, wherever they move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _score(token_id: int) -> TokenLogprob:
 
 
 class _Client:
-    """Reads a stream as a gateway does, and keeps what its client gets."""
+    """Client that reads a stream as a gateway does."""
 
     def __init__(self) -> None:
         self.reader = StreamReader()
@@ -60,7 +60,7 @@ def _without_epoch(end: object) -> object:
 
 
 def _emit(b: Bench, engine_id: str, tokens: list[int], index: int, params: dict[str, Any]) -> None:
-    """What the engine makes of token ``index``, until the worker has ended the request."""
+    """Emit the engine's output of token ``index``, unless the worker has ended the request."""
     if b.worker.requests.num_running == 0:
         return
     is_first, is_last = engine_id not in b.engine.started, index == len(tokens) - 1
@@ -78,7 +78,7 @@ def _emit(b: Bench, engine_id: str, tokens: list[int], index: int, params: dict[
 
 
 async def _run(demo: ServedModel, params: dict[str, Any], cut: int | None) -> tuple[object, ...]:
-    """What the client of a run gets that moves behind ``cut`` tokens of it, or never."""
+    """Return the client's view of an attempt that moves after ``cut`` of its tokens, or never."""
     tokens = demo.tokenizer.encode(_SENTENCE, False)
     client = _Client()
     async with bench(demo) as b:

@@ -1,5 +1,5 @@
-"""A beam search on a worker's bus side: nothing until its end, then all answers, one end, one
-record; and anew from the prompt after its engine died."""
+"""Beam search on a worker's bus side: no output until its end, then all answers, one end, one
+record; a search starts again from the prompt after its engine died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def beam_job(b: Bench, **changes: Any) -> Job:
 
 
 def tokens_of(model: ServedModel) -> list[tuple[int, ...]]:
-    """The first ends in an end of sequence, the third in a stop token."""
+    """Return the tokens of three answers: the first ends in an end of sequence, the third in a stop
+    token."""
     first, second, third = (tuple(model.tokenizer.encode(text, False)) for text in _TEXTS)
     return [(*first, EOS), second, (*third, 21)]
 
@@ -52,7 +53,7 @@ def outputs_of(
 
 
 def begin(b: Bench, engine_id: str = "r1:1") -> None:
-    """It was admitted, and has chosen its first tokens."""
+    """Report a search's admission and its first tokens."""
     b.engine.step(EngineOutput(request_id=engine_id, started=True, num_cached_tokens=2))
     b.engine.step(EngineOutput(request_id=engine_id))
 
@@ -142,7 +143,7 @@ async def test_long_answers_are_sent_in_parts(demo: ServedModel) -> None:
 
 
 async def test_a_search_starts_anew_in_the_next_engine(demo: ServedModel) -> None:
-    """Whatever the one that died had given out of it."""
+    """Answers that the lost engine had already given do not count."""
     async with bench(demo) as b:
         await b.dispatch(beam_job(b))
         await b.dispatch(b.job("r2"))

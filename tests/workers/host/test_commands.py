@@ -1,4 +1,4 @@
-"""What a worker does when schedulers and gateways tell it to."""
+"""Commands of schedulers and gateways to a worker."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_client_that_follows_another_run_gets_that_one_continued(
 
 
 async def test_a_finished_request_is_answered_again_not_run_again(demo: ServedModel) -> None:
-    """The ack of a request that was answered got lost, and the job came back."""
+    """The ack of the answered request got lost, and the job was delivered again."""
     async with bench(demo) as b:
         await b.dispatch()
         b.engine.emit("r1:1", [20, 21], FinishReason.LENGTH)
@@ -261,8 +261,8 @@ async def test_a_replay_and_the_next_flush_send_a_token_once(demo: ServedModel) 
         b.engine.emit("r1:1", [24], FinishReason.LENGTH)
         await b.ended()
         for deltas in (b.deltas(), [frame for frame in seen if isinstance(frame, Delta)]):
-            told = [one for delta in deltas for one in delta.token_ids]
-            assert told == [20, 21, 22, 23, 24]
+            sent = [one for delta in deltas for one in delta.token_ids]
+            assert sent == [20, 21, 22, 23, 24]
 
 
 async def test_replay_of_a_finished_request_until_it_is_forgotten(demo: ServedModel) -> None:
@@ -392,6 +392,6 @@ def _pieces(b: Bench, token_ids: list[int]) -> list[str]:
 
 
 def _resumed_text(b: Bench, token_ids: list[int]) -> str:
-    """What the client of an earlier life got for these tokens."""
+    """Return the text that the client got for these tokens from an earlier attempt."""
     sampling = b.job(sampling={"stop": ("END", "the E")}).sampling
     return "".join(TextStream(b.model.tokenizer, sampling, (10, 11, 12)).prime(token_ids))

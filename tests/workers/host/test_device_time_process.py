@@ -1,4 +1,5 @@
-"""Over the bus, requests' device time adds up to the time that the worker's device was busy."""
+"""Device time over the bus: the times of requests add up to the busy time of the worker's
+device."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def worker(tmp_path: Path, nats_config: NatsConfig) -> Iterator[WorkerProcess]:
 
 
 async def _everything(scheduler: HandScheduler) -> list[Record]:
-    """What is in the outbox."""
+    """Pull all records of the outbox."""
     pulled = await scheduler.bus.outbox.pull(1000, 1.0)
     await scheduler.bus.outbox.ack(pulled)
     return [RECORD.decode(message.payload) for message in pulled]
@@ -39,7 +40,7 @@ async def _everything(scheduler: HandScheduler) -> list[Record]:
 async def test_records_and_notices_add_up_to_the_samples(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Requests end, are cancelled or superseded, and one is given back when the worker goes."""
+    """The requests end, are cancelled or superseded, and one is given back when the worker ends."""
     draw = random.Random(7)
     async with hand_scheduler(nats_config) as scheduler:
         await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
@@ -59,9 +60,9 @@ async def test_records_and_notices_add_up_to_the_samples(
         stored = await _everything(scheduler)
         records = {one.request_id: one for one in stored if isinstance(one, RequestRecord)}
         samples = [one for one in stored if isinstance(one, WorkerSample)]
-        told = [served for notice in scheduler.ended for served in notice.served]
-        elsewhere_us = sum(one.device_us for one in told if one.request_id not in records)
-        for served in told:
+        notices = [served for notice in scheduler.ended for served in notice.served]
+        elsewhere_us = sum(one.device_us for one in notices if one.request_id not in records)
+        for served in notices:
             if served.request_id in records:
                 assert served.device_us == records[served.request_id].device_us
         assert {"cancelled", "done"} <= {record.status.value for record in records.values()}

@@ -1,4 +1,4 @@
-"""What a request took of the device is in its record, however late that comes to be known."""
+"""Device time in a request's record, however late the engine reports it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_all_lives_together_are_the_request_s(demo: ServedModel) -> None:
 
 
 async def test_all_devices_of_a_group_are_the_request_s(demo: ServedModel) -> None:
-    """Those of an attempt elsewhere are in its time already."""
+    """The time of an attempt elsewhere includes all of its devices already."""
     async with bench(demo, num_devices=4) as b:
         await b.dispatch(epoch=3, attempts=(_BEFORE,))
         _end(b, 1_800_000.2, "r1:3")
@@ -120,7 +120,7 @@ async def test_an_end_that_crosses_the_cancel_is_not_forgotten(demo: ServedModel
         assert (await _record(b)).device_us == 300
 
 
-async def test_what_is_owed_is_waited_for(demo: ServedModel) -> None:
+async def test_record_waits_for_outstanding_device_time(demo: ServedModel) -> None:
     async with bench(demo) as b:
         await b.dispatch()
         _end(b, 100.0, owes=True)
@@ -145,7 +145,7 @@ async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
         assert (await _record(b)).device_us == 90
 
 
-async def test_what_was_told_of_an_engine_that_died_counts(demo: ServedModel) -> None:
+async def test_device_time_reported_by_a_lost_engine_counts(demo: ServedModel) -> None:
     async with bench(demo) as b:
         for name in ("r1", "cancelled"):
             await b.dispatch(b.job(name))
@@ -229,9 +229,9 @@ async def test_a_run_that_goes_on_under_another_epoch_is_no_life_of_itself(
         assert record.device_us == 400 + 5 + 11
 
 
-async def test_what_others_took_is_nobody_s_here(demo: ServedModel) -> None:
+async def test_device_time_of_unknown_requests_is_dropped(demo: ServedModel) -> None:
     async with bench(demo) as b:
-        b.engine.on_device_times([DeviceTime("nobody", 0, 5.0, over=True)])
+        b.engine.on_device_times([DeviceTime("unknown", 0, 5.0, over=True)])
         await b.dispatch()
         _end(b, 3.0)
         assert (await _record(b)).device_us == 3

@@ -1,4 +1,4 @@
-"""Each way a request ends: its frames, its record, its result, its lease."""
+"""Ends of a request: its frames, its record, its result, its lease."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ async def test_a_stop_string_ends_the_sequence_and_cuts_the_text(demo: ServedMod
         assert b.text() == "one two "
         assert isinstance(done, Done)
         assert done.finish_reason is FinishReason.STOP
-        told = [token for delta in b.deltas() for token in delta.token_ids]
-        assert told == tokens[: len(told)]
-        assert "END" in demo.tokenizer.decode(told)
+        sent = [token for delta in b.deltas() for token in delta.token_ids]
+        assert sent == tokens[: len(sent)]
+        assert "END" in demo.tokenizer.decode(sent)
         (record,) = await b.records()
-        assert record.completion_tokens == done.num_tokens == len(told)
+        assert record.completion_tokens == done.num_tokens == len(sent)
 
 
 async def test_length_flushes_what_was_held_back(demo: ServedModel) -> None:
@@ -188,7 +188,7 @@ async def test_cancelled_before_it_started(demo: ServedModel) -> None:
 
 
 async def test_a_request_that_the_engine_refuses_costs_nothing(demo: ServedModel) -> None:
-    """It counts as a request, of no tokens."""
+    """The record counts one request without tokens."""
     async with bench(demo) as b:
         await b.dispatch(b.job(store_result=True, tenant="t"))
         b.engine.step(EngineOutput(request_id="r1:1", error=("grammar_invalid", "no")))

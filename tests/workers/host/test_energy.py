@@ -1,4 +1,4 @@
-"""Joules: what counters say, and that all of them are somebody's or the idle device's."""
+"""Energy in joules: readings of counters, and their division among requests and the idle device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_rapl_of_this_machine() -> None:
 
 
 class _NvmlError(Exception):
-    """As pynvml has one."""
+    """Stand-in for pynvml's error."""
 
 
 def test_nvml_counts_in_mj_and_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_nvml_counts_in_mj_and_says_what_it_cannot(monkeypatch: pytest.MonkeyPat
 
 
 class _World:
-    """A device whose power, load and clock the test sets."""
+    """Device with power, load and clock set by the test."""
 
     def __init__(self) -> None:
         self.now_s = self.busy_s = 0.0
@@ -177,7 +177,7 @@ async def test_shares_and_idle_are_all_that_was_counted(
     assert meter.charged_j + meter.idle_j == pytest.approx(meter.counted_j)
 
 
-async def test_busy_time_is_shared_and_idle_power_is_nobody_s() -> None:
+async def test_busy_energy_is_shared_and_idle_energy_is_not_charged() -> None:
     world = _World()
     meter = world.meter
     await meter.read()

@@ -1,4 +1,4 @@
-"""A worker one of whose tasks fails: its leases are released, and it lives again."""
+"""Worker with a failed task: its leases are released, and it starts again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.support.waiting import eventually
 from tests.workers.scripted import bench, line_of
 
 
-async def test_its_leases_are_released(demo: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_of_a_failed_worker_are_released(
+    demo: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>")
 
@@ -45,7 +47,7 @@ async def test_its_leases_are_released(demo: ServedModel, monkeypatch: pytest.Mo
 
 
 class Failing:
-    """The worker of a process whose watch fails as often as a test says."""
+    """Worker of a process whose watch fails as often as a test says."""
 
     def __init__(self) -> None:
         self.num_to_fail = 0
@@ -59,19 +61,19 @@ class Failing:
 async def failing(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Failing]:
-    told = Failing()
+    made = Failing()
     expire_late = Requests.expire_late
 
     def expire(requests: Requests) -> None:
-        if told.num_to_fail:
-            told.num_to_fail -= 1
+        if made.num_to_fail:
+            made.num_to_fail -= 1
             raise RuntimeError("unforeseen")
         expire_late(requests)
 
     monkeypatch.setattr(Requests, "expire_late", expire)
     bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
-    await bus.workers.watch(told.statuses.append)
-    yield told
+    await bus.workers.watch(made.statuses.append)
+    yield made
     await bus.close()
 
 
@@ -85,7 +87,9 @@ def config_of(nats_config: NatsConfig, folder: Path) -> Config:
     )
 
 
-async def test_it_lives_again(failing: Failing, nats_config: NatsConfig, tmp_path: Path) -> None:
+async def test_failed_worker_starts_again(
+    failing: Failing, nats_config: NatsConfig, tmp_path: Path
+) -> None:
     serving = asyncio.create_task(serve(config_of(nats_config, tmp_path)))
     await eventually(lambda: len(failing.lives()) == 1)
     failing.num_to_fail = 1

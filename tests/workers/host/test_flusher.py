@@ -1,4 +1,4 @@
-"""When frames go out, and in how many messages."""
+"""Flushes of frames: their times, and their number of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker that was taken for dead and comes back answers nothing that is another's by now."""
+"""Worker that was taken for dead and returns: it answers no request that another worker owns by
+now."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def _finish(b: Bench, engine_id: str = "r1:1") -> None:
 
 
 async def _elsewhere(b: Bench, epoch: int = 2) -> None:
-    """Another worker has the request."""
+    """Enter the request in the index as another worker's."""
     await b.index.start("r1", "other", epoch)
 
 
@@ -43,7 +44,7 @@ async def test_an_undisturbed_end_waits_for_nothing(demo: ServedModel) -> None:
 async def test_a_worker_that_stood_still_ends_nothing_before_it_heard_the_news(
     demo: ServedModel, stopped_s: float
 ) -> None:
-    """It wakes with the last token and the cancel both waiting to be read, in the worst order."""
+    """The worker wakes with the last token and the cancel both unread, in the worst order."""
     async with bench(demo) as b:
         await _begin(b)
         b.clock.skip(stopped_s)
@@ -76,7 +77,7 @@ async def test_a_worker_that_stood_still_and_was_not_missed_ends_what_it_runs(
 async def test_a_cut_off_worker_asks_the_index_before_it_ends_anything(
     demo: ServedModel,
 ) -> None:
-    """The cancel was published while the worker could not hear it."""
+    """The cancel was published while the worker was cut off."""
     ended: list[Ended] = []
     async with bench(demo) as b:
         await b.peer.control.subscribe_ended(ended.append)
@@ -109,7 +110,7 @@ async def test_a_cut_off_worker_drops_what_runs_elsewhere_though_nobody_told_it(
         assert b.worker.requests.num_running == 1
 
 
-async def test_where_nobody_can_say_the_lease_lapses_and_the_end_is_made_with_the_next(
+async def test_unconfirmed_lease_lapses_and_the_next_delivery_makes_the_end(
     demo: ServedModel,
 ) -> None:
     async with bench(demo) as b:

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache that go with streams, as workers tell of them."""
+"""KV blocks that move with streams, in a worker's reports."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_a_worker_that_ends_waits_for_those_who_pull_what_it_had(demo: Ser
         await eventually(lambda: b.run is not None and b.run.done())
 
 
-async def test_it_does_not_wait_for_ever(demo: ServedModel) -> None:
+async def test_ending_worker_does_not_wait_for_pulls_for_ever(demo: ServedModel) -> None:
     async with bench(demo) as b:
         b.engine.transfer_endpoint = ENDPOINT
         await b.dispatch()
@@ -266,7 +266,7 @@ async def test_what_a_worker_that_decodes_now_runs_stays(demo: ServedModel) -> N
         assert b.statuses[-1].role is WorkerRole.DECODE
 
 
-async def test_of_two_who_ask_for_the_same_change_one_gets_it(demo: ServedModel) -> None:
+async def test_one_of_two_callers_for_the_same_role_switch_gets_it(demo: ServedModel) -> None:
     async with bench(demo, role=WorkerRole.DECODE) as b:
         asked = SetRole(role=WorkerRole.PREFILL, from_role=WorkerRole.DECODE)
         replies = await asyncio.gather(b.command(asked), b.command(asked))

@@ -1,4 +1,4 @@
-"""What a worker tells of prompts: their embeddings and their log-probabilities."""
+"""Embeddings and prompt log-probabilities of a worker."""
 
 from __future__ import annotations
 
@@ -169,7 +169,9 @@ async def test_a_resumed_life_tells_them_again_but_not_the_logprobs_of_tokens(
         assert result.prompt_logprobs == _SCORES
 
 
-async def test_they_are_made_again_even_if_all_tokens_are_there(demo: ServedModel) -> None:
+async def test_prompt_logprobs_are_made_again_even_if_all_tokens_are_there(
+    demo: ServedModel,
+) -> None:
     async with bench(demo) as b:
         sampling = {"prompt_logprobs": 1, "max_tokens": 2, "stop": ("zzz",), "min_tokens": 1}
         job = b.job(sampling=sampling, store_result=True)
@@ -188,7 +190,7 @@ async def test_they_are_made_again_even_if_all_tokens_are_there(demo: ServedMode
         assert result.text == _text(b, [18, 19])
 
 
-async def test_those_of_a_long_prompt_come_in_pieces(demo: ServedModel) -> None:
+async def test_logprobs_of_a_long_prompt_come_in_pieces(demo: ServedModel) -> None:
     num_tokens = 2 * MAX_PROMPT_LOGPROBS_PER_FRAME + 1
     scores = (None, *(TokenLogprob(number, -1.0) for number in range(1, num_tokens)))
     async with bench(demo) as b:

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, each request ends once or is left to another run."""
+"""Random attempts in random order: each request ends once or is left to another attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_ACTIONS = 150
 
 
 class _Life:
-    """Draws actions, and keeps what must be true at the end."""
+    """Random actions on a worker, with the state that must be true at the end."""
 
     def __init__(self, b: Bench, seed: int) -> None:
         self.b = b
@@ -115,7 +115,7 @@ class _Life:
         self.b.clock.skip(4 * self.random.random())
 
     async def _kill_engine(self) -> None:
-        """Not so often that the worker gives up on engines."""
+        """Kill the engine, but not so often that the worker gives up on engines."""
         before = self.b.engine
         before.fail("exit code -9")
         await self.b.settle(1.1 * RESTART_WINDOW_S / MAX_RESTARTS)

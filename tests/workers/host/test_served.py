@@ -1,4 +1,4 @@
-"""What each run took is told once, however it ends; and who makes way for whom at the door."""
+"""Usage of each attempt, reported once, and preemption of lower tiers by a new dispatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def _heard(model: ServedModel, **settings: Any) -> AsyncIterator[tuple[Ben
 
 
 def _served(ended: list[Ended]) -> list[Served]:
-    """Without how they ended, which the tests of rollouts look at."""
+    """Return the notices without the answers' ends, which the tests of rollouts check."""
     every = [served for notice in ended for served in notice.served]
     return [msgspec.structs.replace(served, answer=None) for served in every]
 
@@ -142,7 +142,7 @@ async def test_what_is_given_back_is_told_after_its_lease_went(
 # --- drain ------------------------------------------------------------------------------------
 
 
-async def test_told_to_drain_it_gives_back_in_time_what_nobody_took_over(
+async def test_draining_worker_gives_back_in_time_requests_that_were_not_moved(
     demo: ServedModel,
 ) -> None:
     async with _heard(demo, drain_timeout_s=3.0) as (b, ended):
@@ -186,7 +186,7 @@ async def test_a_drained_worker_ends_at_once_when_all_was_moved(demo: ServedMode
         assert not await b.records()
 
 
-async def test_told_twice_it_gives_back_at_once(demo: ServedModel) -> None:
+async def test_worker_told_twice_to_drain_gives_back_at_once(demo: ServedModel) -> None:
     async with _heard(demo, drain_timeout_s=60.0) as (b, ended):
         await b.dispatch()
         b.engine.emit("r1:1", [20])
@@ -207,7 +207,7 @@ def _tokens(b: Bench, request_id: str) -> list[int]:
 # --- at the door ------------------------------------------------------------------------------
 
 
-async def test_lower_tiers_make_way_at_the_door(demo: ServedModel) -> None:
+async def test_lower_tiers_make_way_for_a_dispatch_to_a_full_worker(demo: ServedModel) -> None:
     async with bench(demo, max_num_sequences=2, max_num_waiting=1) as b:
         names = iter(range(100))
 

@@ -1,4 +1,4 @@
-"""What ended a completion is told, whichever of its runs reached that."""
+"""Stop reason of a completion, for any attempt that reached it."""
 
 from __future__ import annotations
 

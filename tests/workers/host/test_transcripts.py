@@ -1,4 +1,4 @@
-"""Nobody's words are written down but those of tenants that asked for it, in records apart."""
+"""Transcripts of tenants that asked for them, in records of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT, _ANSWER = "xylophone marmalade", "zeppelin quicksand"
 
 
 async def _serve(b: Bench, *, keep: bool, finish: bool = True) -> None:
-    """One request with those words, to its end."""
+    """Serve one request with the prompt and the answer of this module, to its end."""
     prompt = b.model.tokenizer.encode(_PROMPT, False)
     answer = b.model.tokenizer.encode(_ANSWER, False)
     job = b.job(
@@ -65,7 +65,8 @@ async def test_prompt_and_answer_are_kept_word_for_word_if_the_job_says_so(
 async def test_no_words_are_anywhere_else(
     demo: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What leaves a worker, but for the client's own frames and the dispatch that it came by."""
+    """No text leaves a worker except in the client's own frames; the dispatch that came is not
+    counted."""
     caplog.set_level(logging.DEBUG)
     async with bench(demo, sample_interval_s=0.5, drain_timeout_s=0.5) as b:
         left: list[tuple[str, bytes]] = []
@@ -76,11 +77,11 @@ async def test_no_words_are_anywhere_else(
         stored = await _stored(b)
         assert len(stored) > 2, "a record, and samples"
         assert not _transcripts(stored)
-        told = [payload for subject, payload in left if not subject.startswith(f"tok.{GATEWAY}")]
-        assert told
+        others = [payload for subject, payload in left if not subject.startswith(f"tok.{GATEWAY}")]
+        assert others
         frames = [payload for subject, payload in left if subject.startswith(f"tok.{GATEWAY}")]
         for word in (*_PROMPT.split(), *_ANSWER.split()):
-            assert not any(word.encode() in payload for payload in (*stored, *told))
+            assert not any(word.encode() in payload for payload in (*stored, *others))
             assert word not in caplog.text
         assert any(_ANSWER.split()[0].encode() in payload for payload in frames)
 

@@ -1,4 +1,4 @@
-"""Workers of one model serve the same weights."""
+"""Weights of a model's workers: all must be the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHER = WorkerStatus(
         {"retired": True},
     ],
 )
-async def test_those_who_agree_say_nothing_or_serve_another_model_do_not_matter(
+async def test_workers_of_equal_unknown_or_other_models_weights_do_not_matter(
     change: dict[str, object],
 ) -> None:
     bus = MemoryBus(MemoryBroker(ManualClock()))

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a worker is what its engine did and how long its requests took."""
+"""Prometheus metrics of a worker: its engine's work, and the times of its requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
 
 
 async def test_times_of_a_request_name_its_trace(demo: ServedModel) -> None:
-    """Where one is recorded: the second request's is not."""
+    """The second request's trace is not recorded, and so not named."""
     recorded, other = (f"00-{digit * 32}-{'c' * 16}-0{end}" for digit, end in (("a", 1), ("b", 0)))
     async with bench(demo, name="w") as b:
         await b.dispatch(b.job("r1", traceparent=recorded))

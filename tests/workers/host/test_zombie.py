@@ -1,4 +1,5 @@
-"""A worker that was taken for dead, on a real nats-server: it answers nothing of another's."""
+"""Worker that was taken for dead, on a real nats-server: it answers no request of another
+worker."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def worker(
 
 
 async def _begin(scheduler: HandScheduler, worker: WorkerProcess) -> None:
-    """Requests that have begun and do not get on, as their engine is stopped."""
+    """Begin requests that make no progress, as their engine is stopped."""
     await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
     for name in _NAMES:
         await scheduler.dispatch(name, _NUM_TOKENS)
@@ -48,8 +49,8 @@ async def _begin(scheduler: HandScheduler, worker: WorkerProcess) -> None:
     worker.engine().suspend()
 
 
-def _told(scheduler: HandScheduler) -> set[str]:
-    """The requests that the worker said it has no more."""
+def _ended_ids(scheduler: HandScheduler) -> set[str]:
+    """Return the requests that the worker reported as gone."""
     return {request_id for ended in scheduler.ended for request_id in ended.request_ids}
 
 
@@ -58,7 +59,8 @@ async def _num_leased(scheduler: HandScheduler) -> int:
 
 
 async def test_an_ack_for_an_earlier_delivery_ends_the_job(nats_config: NatsConfig) -> None:
-    """Why a worker must not ack what may be another's: the server takes it."""
+    """The server accepts the ack of an earlier delivery, so a worker must not ack a job that may be
+    another's."""
     async with hand_scheduler(NatsConfig(url=nats_config.url, ack_wait_s=0.5)) as scheduler:
         await scheduler.publish("r", 1)
         (first,) = await scheduler.bus.jobs.pull(LINE, 1, 5.0)
@@ -71,7 +73,8 @@ async def test_an_ack_for_an_earlier_delivery_ends_the_job(nats_config: NatsConf
 async def test_a_stopped_worker_wakes_up_to_the_last_tokens_and_the_news_at_once(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Its engine went on meanwhile, so all of its requests are over when it looks."""
+    """The worker's engine goes on meanwhile, so all of its requests are over when the worker
+    wakes."""
     async with hand_scheduler(nats_config) as scheduler:
         await _begin(scheduler, worker)
         os.kill(worker.popen.pid, signal.SIGSTOP)
@@ -83,7 +86,7 @@ async def test_a_stopped_worker_wakes_up_to_the_last_tokens_and_the_news_at_once
             )
         await eventually(lambda: time.monotonic() - stopped_s > _STOPPED_S)
         os.kill(worker.popen.pid, signal.SIGCONT)
-        await eventually(lambda: _told(scheduler) == set(_NAMES))
+        await eventually(lambda: _ended_ids(scheduler) == set(_NAMES))
         assert await _num_leased(scheduler) == len(_NAMES), "the jobs are the new runs' to end"
         assert not await scheduler.records()
         assert all(served.completion_tokens for e in scheduler.ended for served in e.served)
@@ -104,7 +107,7 @@ async def test_a_worker_that_was_cut_off_learns_from_the_index_what_it_was_not_t
                 await index.start(name, "another", 2)
             nats_server.start()
             worker.engine().resume()
-            await eventually(lambda: _told(scheduler) == set(_NAMES), 20.0, "the ends")
+            await eventually(lambda: _ended_ids(scheduler) == set(_NAMES), 20.0, "the ends")
             records = await scheduler.records()
             assert sorted(record.request_id for record in records) == _NAMES[2:]
             assert await _num_leased(scheduler) == 2

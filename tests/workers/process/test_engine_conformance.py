@@ -1,4 +1,4 @@
-"""The engine in a process of its own keeps what every engine has to."""
+"""Conformance of the engine in a process of its own."""
 
 from __future__ import annotations
 

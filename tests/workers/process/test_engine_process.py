@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what crosses the sockets, and who outlives whom."""
+"""Engine in a process of its own: messages over the sockets, and ends of either process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _request(
 
 
 class _Heard:
-    """What the engine's process said."""
+    """Recorder of the engine process's reports."""
 
     def __init__(self, client: EngineClient) -> None:
         self.steps: list[tuple[list[EngineOutput], EngineStats]] = []
@@ -99,7 +99,7 @@ class _Heard:
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 async def test_a_process_serves_until_it_is_killed(checkpoint: Path, kernels: str) -> None:
-    """On the runner of a CPU, and on that of a GPU, whose steps overlap."""
+    """The process has the runner of a CPU, or that of a GPU, whose steps overlap."""
     config = msgspec.structs.replace(_CONFIG, kernels=kernels)
     client = await EngineClient.start(checkpoint, config)
     try:
@@ -175,8 +175,8 @@ async def _a_cancel_frees_the_blocks_before_the_next_step(
     client.cancel("long")
     client.cancel("other")
     await eventually(lambda: client.stats.num_running == 0)
-    # The report of the first turn after the cancels has no tokens and a full pool; what a step that
-    # was under way then has made is nobody's.
+    # The report of the first turn after the cancels has no tokens and a full pool; tokens of a
+    # step in flight at that time are dropped.
     first = next(i for i, (outputs, _) in enumerate(heard.steps) if not outputs)
     assert heard.steps[first][1].num_free_blocks == 64
     assert not any(outputs for outputs, _ in heard.steps[first:])
@@ -189,7 +189,7 @@ async def test_a_bad_checkpoint_is_told_in_a_sentence(tmp_path: Path) -> None:
 
 
 async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
-    """Or a stream would move between workers of different weights."""
+    """The fingerprint differs, so that no stream moves between workers of different weights."""
     client = await EngineClient.start(checkpoint, _INT8)
     await client.close()
     assert client.weights == weights_fingerprint(checkpoint, "int8")
@@ -200,7 +200,7 @@ async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
 
 
 class _Counting:
-    """Makes ``left`` tokens for whatever was added last."""
+    """Runner that makes ``left`` tokens for the request that was added last."""
 
     config = resolved(device="cpu")
 

@@ -1,4 +1,4 @@
-"""The engine ends and another takes its place, under running requests; engines are scripted."""
+"""Replacement of an engine under running requests; the engines are scripted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GAUGES = {
 
 
 async def _kill(b: Bench) -> None:
-    """The engine ends; returns when the next one runs."""
+    """Kill the engine, and wait until the next one runs."""
     before = b.engine
     before.fail("exit code -9")
     await b.settle(1.0)
@@ -104,7 +104,7 @@ async def test_text_that_was_held_back_is_not_lost(demo: ServedModel) -> None:
         assert b.engine.cancelled == ["r1:1"]
 
 
-async def test_what_comes_and_goes_meanwhile(demo: ServedModel) -> None:
+async def test_requests_that_come_and_go_during_a_replacement(demo: ServedModel) -> None:
     async with bench(demo) as b:
         await b.dispatch(b.job("old"))
         await b.dispatch(b.job("left"))
@@ -181,7 +181,7 @@ async def test_schedulers_hear_that_there_is_no_room_and_when_there_is(demo: Ser
 
 
 async def _keep(clock: ManualClock, engine: ScriptedEngine) -> tuple[EngineKeeper, list[float]]:
-    """A keeper whose every restart fails at once, and the times of the attempts."""
+    """Return a keeper whose every restart fails at once, and the times of the attempts."""
     attempts_s: list[float] = []
 
     async def restart() -> ScriptedEngine:
@@ -283,7 +283,7 @@ async def test_a_group_has_its_devices_while_its_engine_is_replaced() -> None:
     run.cancel()
 
 
-async def test_everybody_hears_at_once_that_the_engine_is_down_and_up_again(
+async def test_heartbeat_reports_at_once_that_the_engine_is_down_and_up_again(
     demo: ServedModel,
 ) -> None:
     async with bench(demo) as b:

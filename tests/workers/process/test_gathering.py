@@ -1,4 +1,4 @@
-"""What the engine's process tells at once, and what it gathers."""
+"""Reports of the engine's process: sent at once, or gathered."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_what_begins_or_ends_an_answer_takes_the_others_along(news: EngineOutput
     assert not gathered.is_due(0.001)
     gathered.add([news])
     assert gathered.is_due(0.002)
-    told = gathered.pop(0.002)
-    assert next(token_id for output in told for token_id in output.token_ids) == 2
-    assert {output.finish_reason for output in told} >= {news.finish_reason}
+    reported = gathered.pop(0.002)
+    assert next(token_id for output in reported for token_id in output.token_ids) == 2
+    assert {output.finish_reason for output in reported} >= {news.finish_reason}
 
 
 def test_each_token_of_a_watched_request_is_told_at_once() -> None:
@@ -121,7 +121,7 @@ _STEPS = st.lists(
 @given(steps=_STEPS)
 def test_every_token_is_told_once_in_order_and_in_time(steps: list[_Step]) -> None:
     gathered = OutputGatherer(INTERVAL_S)
-    made, told = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    made, reported = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     incarnation = [0] * 5
     now_s = held_since_s = 0.0
     for number, step in enumerate(steps):
@@ -136,11 +136,11 @@ def test_every_token_is_told_once_in_order_and_in_time(steps: list[_Step]) -> No
         gathered.add(outputs)
         if gathered.is_due(now_s):
             for output in gathered.pop(now_s):
-                told[output.request_id].extend(output.token_ids)
+                reported[output.request_id].extend(output.token_ids)
             held_since_s = now_s
-            assert told == {name: tokens for name, tokens in made.items() if tokens}
+            assert reported == {name: tokens for name, tokens in made.items() if tokens}
         else:
-            assert now_s - held_since_s < INTERVAL_S or told == made
+            assert now_s - held_since_s < INTERVAL_S or reported == made
     for output in gathered.pop(now_s):
-        told[output.request_id].extend(output.token_ids)
-    assert told == made
+        reported[output.request_id].extend(output.token_ids)
+    assert reported == made

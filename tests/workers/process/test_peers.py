@@ -1,4 +1,4 @@
-"""Engines in processes of their own hand blocks to each other, and are killed meanwhile."""
+"""Engines in processes of their own that exchange blocks and are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Peer:
-    """A client with all that its process said."""
+    """Client with all reports of its engine's process."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -42,7 +42,7 @@ class Peer:
         client.on_outputs = lambda outputs, _: self.outputs.extend(outputs)
 
     async def ask(self, request_id: str, source: Peer | None = None) -> list[int]:
-        """The tokens of a request, for which another may have blocks."""
+        """Return the tokens of a request, for which another engine may have blocks."""
         self.add(request_id, source)
         return await self.answer(request_id)
 
@@ -85,7 +85,7 @@ async def _peers(checkpoint: Path, count: int, **config: object) -> AsyncIterato
 
 @pytest.fixture(autouse=True)
 def sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where they are, for this test alone."""
+    """Return the folder of sockets, which is this test's alone."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "millrace"
 
@@ -135,7 +135,7 @@ async def test_a_source_that_is_killed_costs_no_token(checkpoint: Path, sockets:
 async def test_a_source_that_is_killed_between_asking_and_reading_costs_no_token(
     checkpoint: Path,
 ) -> None:
-    """Its memory is mapped already, and it is asked over a connection that there was before."""
+    """The source's memory is mapped already, and the connection to it is open."""
     async with _peers(checkpoint, 2) as (source, other):
         expected = await source.ask("r")
         other.add("short", source, _PROMPT[:30])
@@ -161,7 +161,9 @@ async def test_a_source_that_stands_still_is_waited_for_a_while(checkpoint: Path
 
 
 @pytest.mark.parametrize("config", [{"transfer": False}, {"prefix_cache": False}])
-async def test_who_serves_nothing_says_so(checkpoint: Path, config: dict[str, bool]) -> None:
+async def test_engine_that_serves_no_blocks_reports_it(
+    checkpoint: Path, config: dict[str, bool]
+) -> None:
     async with _peers(checkpoint, 1, **config) as (alone,):
         assert alone.client.transfer_endpoint is None
         assert len(await alone.ask("r")) == 12

@@ -131,7 +131,8 @@ async def test_kill_9_leaves_no_engine_behind(
 async def test_a_dead_engine_is_replaced_under_its_streams(
     worker: WorkerProcess, nats_config: NatsConfig
 ) -> None:
-    """Twice; then its checkpoint is gone, no other can start, and the worker ends with an error."""
+    """The engine dies twice; then its checkpoint is gone, no other can start, and the worker ends
+    with an error."""
     formed = {
         "grammar": Grammar(kind=GrammarKind.REGEX, text="([a-z]{3} )+"),
         "frequency_penalty": 1.0,
@@ -195,7 +196,7 @@ def test_a_bad_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
 async def test_a_group_is_one_worker_that_takes_the_time_of_all_its_devices(
     tmp_path: Path, nats_config: NatsConfig
 ) -> None:
-    """One device would take 3 ms for the prompt and 40 for each token behind the first."""
+    """A single device would take 3 ms for the prompt and 40 ms for each token after the first."""
     simulation = {
         "prefill_tokens_per_s": 1_000.0,
         "step_ms": 40.0,

@@ -1,4 +1,4 @@
-"""What the tests of inference servers have in common."""
+"""Fixtures of the tests of inference servers."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.workers.scripted import served_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Of 128 tokens, with no weights."""
+    """Return a model with a context window of 128 tokens, without weights."""
     return served_model(tmp_path_factory.mktemp("model"))

@@ -1,4 +1,4 @@
-"""llama.cpp's server, started as somebody else would."""
+"""llama.cpp's server, started outside of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.servers import free_port
 async def llamacpp_server(
     model: ServedModel, folder: Path, *arguments: str
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """Its URL, and its process, with two slots of 128 tokens unless ``arguments`` say otherwise."""
+    """Start llama.cpp's server, and yield its URL and its process. It has two slots of 128 tokens
+    unless ``arguments`` say otherwise."""
     port = free_port()
     process = await asyncio.create_subprocess_exec(
         str(find_program("llama-server", "", "llama.cpp")),

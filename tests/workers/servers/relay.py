@@ -1,4 +1,4 @@
-"""A port in front of a Unix socket, for tests that attach to a server by its URL."""
+"""Port in front of a Unix socket, for tests that attach to a server by its URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @asynccontextmanager
 async def port_of(socket: Path) -> AsyncIterator[str]:
-    """The URL by which what listens at the socket is reached."""
+    """Yield a URL that leads to the server at the socket."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_unix_connection(str(socket))

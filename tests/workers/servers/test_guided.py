@@ -1,4 +1,4 @@
-"""Where a guide stands whose completion somebody else began."""
+"""Position of a guide in a completion that another engine began."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _tokens(model: ServedModel, text: str) -> list[int]:
     [('{"a": 1', False), ('{ "a": 1', True)],
     ids=["by the server", "by another engine"],
 )
-async def test_it_reads_the_grammar_as_who_began_did(
+async def test_guide_reads_the_grammar_as_the_engine_that_began(
     model: ServedModel, guides: Guides, begun: str, has_blanks: bool
 ) -> None:
     guide = await guides.start(

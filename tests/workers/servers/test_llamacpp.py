@@ -1,4 +1,4 @@
-"""llama.cpp's own server as an engine: a real one, on a small checkpoint in float32."""
+"""Engine on llama.cpp's own server: a real one, with a small checkpoint in float32."""
 
 from __future__ import annotations
 

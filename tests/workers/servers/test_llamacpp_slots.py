@@ -1,4 +1,4 @@
-"""Who gets which slot of llama.cpp's server."""
+"""Assignment of the slots of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_slot_is_used_again_for_its_salt_and_longest_prefix() -> None:
     assert slots.slot_of("e") == SlotAssignment(1, may_reuse=False)
 
 
-async def test_those_who_wait_get_the_first_slot_that_is_free_by_rank() -> None:
+async def test_first_free_slot_goes_to_the_waiting_request_of_highest_rank() -> None:
     slots = SlotTable(1)
     await slots.acquire("runs", "", (1,))
     low = asyncio.ensure_future(slots.acquire("low", "", (1,), priority=0))
@@ -54,7 +54,7 @@ async def test_those_who_wait_get_the_first_slot_that_is_free_by_rank() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), max_size=60))
 def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> None:
-    """Requests come, leave and are cancelled in any order."""
+    """Requests come, end and are cancelled in any order."""
 
     async def run() -> None:
         slots = SlotTable(3)
@@ -82,7 +82,7 @@ def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> N
     asyncio.run(run())
 
 
-def test_of_nobody_nothing_is_released() -> None:
+def test_release_of_an_unknown_request_does_nothing() -> None:
     slots = SlotTable(1)
-    slots.release("nobody")
+    slots.release("unknown")
     assert slots.share_in_use == pytest.approx(0.0)

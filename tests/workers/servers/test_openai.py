@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as an engine: llama.cpp's, by nothing but /v1/completions."""
+"""Engine on an OpenAI-compatible server: llama.cpp's, by its /v1/completions alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Large enough that a test can cancel a request before it is over."""
+    """Return a model so large that a test can cancel a request before it is over."""
     checkpoint = write_checkpoint(
         tmp_path_factory.mktemp("checkpoint") / "tiny",
         hidden_size=256,
@@ -72,7 +72,9 @@ async def engine(
 class TestOpenAi(EngineConformance):
     kind = EngineKind.OPENAI
 
-    async def test_its_text_is_the_server_s(self, engine: ServerEngine, model: ServedModel) -> None:
+    async def test_text_of_the_engine_is_the_server_s(
+        self, engine: ServerEngine, model: ServedModel
+    ) -> None:
         heard = Heard(engine)
         engine.add(request("r", max_tokens=25))
         await heard.ended("r")

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server is asked, and what is made of its answers."""
+"""Requests to an OpenAI-compatible server, and the reading of its answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _usage(**more: Any) -> dict[str, Any]:
 
 
 def _transcript(*events: Any, **changes: Any) -> Transcript:
-    """A server with one model, that answers each stream by these events."""
+    """Return the transcript of a server with one model, which answers each stream by these
+    events."""
 
     def complete(body: dict[str, Any]) -> Played:
         if body.get("stream"):
@@ -267,7 +268,7 @@ async def test_a_text_becomes_tokens_that_spell_it(model: ServedModel) -> None:
 
 
 async def test_the_server_counts_its_tokens(model: ServedModel) -> None:
-    """Fewer or more than these ids are."""
+    """The server counts fewer or more tokens than these ids."""
     long = "several words of which each has many tokens"
     for said, max_tokens in ((long, 2), ("a", 50)):
         text, heard = await _answered(

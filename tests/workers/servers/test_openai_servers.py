@@ -200,7 +200,7 @@ def test_a_group_of_devices_is_told_of(
     assert not {tensor, experts} & {*_command(kind, model, tmp_path)[0]}
 
 
-def test_nobody_else_can_read_the_key(model: ServedModel, tmp_path: Path) -> None:
+def test_key_is_readable_by_its_owner_alone(model: ServedModel, tmp_path: Path) -> None:
     arguments, variables = _command(SGLANG, model, tmp_path)
     assert not any("secret" in word for word in (*arguments, *variables.values()))
     settings = Path(dict(pairwise(arguments))["--config"])
@@ -246,14 +246,14 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
 
 
 class _OtherTokenizer:
-    """Cuts texts otherwise than the model's."""
+    """Tokenizer that splits texts differently from the model's."""
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [ord(character) % 300 for character in text]
 
 
 class _Refused(NamedTuple):
-    """The URL leads to another kind of server: the engine does not start, and says why."""
+    """Case of a server at the URL that the engine refuses at start, and the words of the error."""
 
     kind: EngineKind
     changes: dict[str, Any]
@@ -299,10 +299,11 @@ async def test_a_server_without_the_model_is_refused(model: ServedModel, refused
     ("kind", "program"),
     [(SGLANG, "sglang"), (TGI, "text-generation-launcher"), (TRTLLM, "trtllm-serve")],
 )
-async def test_it_is_started_on_a_port(
+async def test_server_is_started_on_a_free_port(
     model: ServedModel, tmp_path: Path, kind: EngineKind, program: str
 ) -> None:
-    """With a key, which the stand-ins of SGLang and TGI want of each request, as these do."""
+    """The server has a key, which the stand-ins of SGLang and TGI require, as the real servers
+    do."""
     async with launched(model, kind, tmp_path / program, "completions_server") as engine:
         heard = Heard(engine)
         engine.add(request("r"))

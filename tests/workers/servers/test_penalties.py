@@ -1,4 +1,4 @@
-"""Penalties go on where a completion does."""
+"""Penalties of a resumed completion."""
 
 from __future__ import annotations
 

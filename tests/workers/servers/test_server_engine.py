@@ -1,4 +1,4 @@
-"""What all engines behind a server share, with a real HTTP server that draws tokens at random."""
+"""Behaviour of all engines behind a server, with a real HTTP server that draws tokens at random."""
 
 from __future__ import annotations
 

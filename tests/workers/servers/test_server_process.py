@@ -1,4 +1,4 @@
-"""However a worker ends, nothing of the server that it started is left."""
+"""End of a worker: none of its server's processes remains, however the worker ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def _serve(folder: Path) -> None:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """One that leads a group of its own, as ``millrace up`` starts it."""
+    """Start a worker that leads a process group of its own, as ``millrace up`` does."""
     command = [sys.executable, "-m", __name__, str(tmp_path)]
     started = subprocess.Popen(command, start_new_session=True)
     yield started

@@ -1,4 +1,4 @@
-"""vLLM's own server behind the engine's promises; run by ``make test-engines``."""
+"""Engine on vLLM's own server, with the conformance suite; run by ``make test-engines``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _GRAMMARS = {
 
 
 def _checkpoint(folder: Path, **changes: Any) -> ServedModel:
-    """A tiny one with heads of a size that its kernels have."""
+    """Save a tiny checkpoint with heads of a size that vLLM's kernels have."""
     path = write_checkpoint(
         folder,
         **{
@@ -80,7 +80,7 @@ def _served(path: Path) -> ServedModel:
 
 
 def _config(**changes: Any) -> EngineConfig:
-    """Without compilation, which takes longer than all these tests."""
+    """Return settings without compilation, which takes longer than all these tests."""
     return EngineConfig(
         kind=EngineKind.VLLM,
         **{"cuda_graphs": False, "kv_cache_bytes": 1 << 26, "max_num_sequences": 4, **changes},
@@ -100,13 +100,13 @@ async def engine(model: ServedModel) -> AsyncIterator[ServerEngine]:
 
 
 def _asking(model: ServedModel, name: str, *output: int, **sampling: Any) -> EngineRequest:
-    """A greedy one that ends by the model's own end of a sequence."""
+    """Return a greedy request that ends at the model's end-of-sequence token."""
     asked = request(name, output_token_ids=tuple(output), **sampling)
     return msgspec.structs.replace(asked, eos_token_ids=model.eos_token_ids)
 
 
 async def _number(engine: ServerEngine, state: str) -> float:
-    """How many of its requests are running, or waiting."""
+    """Return the number of requests in this state: running, or waiting."""
     name = f"vllm:num_requests_{state}"
     (number,) = read_samples(await engine._client.get("/metrics"), [name])[name]
     return number
@@ -131,7 +131,9 @@ class TestVllm(EngineConformance):
         answer = await engine._client.post_json("/v1/completions", body)
         assert heard.tokens("a") == answer["choices"][0]["token_ids"]
 
-    async def test_it_says_what_it_has(self, engine: ServerEngine, model: ServedModel) -> None:
+    async def test_engine_reports_the_facts_of_its_server(
+        self, engine: ServerEngine, model: ServedModel
+    ) -> None:
         facts = engine.facts
         assert facts.model == model.entry.name
         assert facts.context_window_tokens == _CONTEXT_WINDOW_TOKENS
@@ -180,7 +182,7 @@ class TestVllm(EngineConformance):
         assert all(len(entry.top) == 20 for entry in most)
 
     async def test_the_other_endpoint_gives_the_same(self, engine: ServerEngine) -> None:
-        """Which is asked where a server does not have the one for tokens."""
+        """The other endpoint is for servers without the endpoint for tokens."""
         heard, dialect = Heard(engine), engine._dialect
         options: dict[str, Any] = {
             "logprobs": 2,
@@ -352,8 +354,9 @@ def _check_text(kind: GrammarKind, text: str) -> None:
         jsonschema.validate(msgspec.json.decode(text), schema)
 
 
-async def test_killed_under_its_streams_they_all_go_on(model: ServedModel) -> None:
-    """As the worker does it: another is started, and gets all with the tokens that they had."""
+async def test_streams_of_a_killed_server_all_go_on(model: ServedModel) -> None:
+    """Another engine is started, as the worker does it, and gets all requests with their tokens so
+    far."""
     clock = SystemClock()
 
     async def start() -> ServerEngine:
@@ -408,7 +411,7 @@ def _shortest(tokens: dict[str, list[int]], names: list[str]) -> int:
 
 
 def _server_pid(engine: ServerEngine) -> int:
-    """The process that the guardian watches."""
+    """Return the process that the guardian watches."""
     assert engine._process is not None
     assert engine._process._process is not None
     (server,) = psutil.Process(engine._process._process.pid).children()

@@ -1,4 +1,4 @@
-"""How vLLM's server is started, asked and read, without one: it plays what a real one answered."""
+"""Start, requests and answers of vLLM's server, played back from answers of a real one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _dialect(model: ServedModel, **config: Any) -> VllmDialect:
 
 
 def _recorded(model: ServedModel, *, version: str = "0.32.0") -> Transcript:
-    """A server that serves this model."""
+    """Return the transcript of a server of this model."""
 
     def generate(body: dict[str, Any]) -> Played:
         if "token_ids" in body and max(body["token_ids"]) >= model.vocab_size:
@@ -316,7 +316,7 @@ async def test_without_the_endpoint_for_tokens_the_other_is_asked(
 
 
 async def test_an_answer_that_ends_too_soon_is_asked_for_again(model: ServedModel) -> None:
-    """Not a token is lost, though the server says that it made as many as it was to make."""
+    """No token is lost, although the server reports the full number of tokens."""
     transcript = _recorded(model)
     generate = transcript.answers[_GENERATE]
     assert not isinstance(generate, Played)
@@ -398,7 +398,7 @@ def test_a_grammar_goes_to_its_field(
 
 
 def test_json_has_few_blanks_and_so_has_what_goes_on_behind_it(model: ServedModel) -> None:
-    """A completion that goes on is followed by the own engine's matcher."""
+    """The engine's own matcher follows a resumed completion."""
     grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
     dialect = _dialect(model)
     body = dialect.call(request("r", grammar=grammar), ()).body

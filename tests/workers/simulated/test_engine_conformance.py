@@ -1,4 +1,4 @@
-"""The simulated engine keeps what every engine has to."""
+"""Conformance of the simulated engine."""
 
 from __future__ import annotations
 

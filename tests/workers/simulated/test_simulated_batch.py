@@ -1,4 +1,4 @@
-"""The batch that computes nothing: its times, its blocks, its order, and that everybody ends."""
+"""Simulated batch: its times, its blocks, its order, and the end of every request."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def test_prompts_are_cut_by_the_budget_and_decodes_come_first() -> None:
     long = _sequence("long", range(100, 120), 1)
     batch.add(long)
     _step(batch)
-    assert long.num_computed_tokens == 7  # one of the eight went to the one that decodes
+    assert long.num_computed_tokens == 7  # the decoding sequence took one of the eight
     _step(batch)
     assert long.num_computed_tokens == 14
 
 
-def test_tokens_follow_from_seed_and_index_whoever_makes_them() -> None:
+def test_tokens_follow_from_seed_and_index_on_any_engine() -> None:
     whole = _sequence("whole", range(5), 12)
     batch = _batch()
     batch.add(whole)
@@ -252,7 +252,7 @@ def test_a_higher_priority_takes_slots_and_blocks_at_the_next_step() -> None:
     assert [sequence.num_made for sequence in low] == [10, 10]
 
 
-def test_newcomers_preempt_nobody_for_ever() -> None:
+def test_newcomers_preempt_no_request_for_ever() -> None:
     batch = _batch(max_num_sequences=1)
     low = _sequence("low", range(20), 60)
     batch.add(low)
@@ -287,7 +287,7 @@ def test_what_can_never_run_is_refused(prompt: int, num_to_make: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.booleans())
-def test_everybody_ends_once_and_every_block_comes_back(seed: int, prefix_cache: bool) -> None:
+def test_every_request_ends_once_and_every_block_comes_back(seed: int, prefix_cache: bool) -> None:
     chance = random.Random(seed)
     batch = _batch(
         max_num_sequences=chance.randint(1, 6),
@@ -344,7 +344,7 @@ def test_blocks_that_come_from_elsewhere_are_found_as_if_they_had_been_computed(
     assert set(changes.kept) == set(wanted.keys)
 
 
-def test_they_take_the_room_of_what_was_idle_for_longest_and_of_nobody_who_runs() -> None:
+def test_pulled_blocks_replace_the_longest_idle_and_never_those_in_use() -> None:
     batch = _batch(num_blocks=8)
     batch.add(_sequence("old", range(600, 609), 1))
     _run(batch)

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, as the worker sees it."""
+"""Simulated engine, as its worker sees it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_request_takes_the_time_of_its_steps(model: ServedModel) -> None
 
 
 async def test_a_group_shares_the_work_of_its_steps(model: ServedModel) -> None:
-    """Device time is told of one device; the worker counts the others."""
+    """Device time is reported for one device; the worker counts the others."""
     simulation = msgspec.structs.replace(_SIMULATION, collective_ms=1.0)
     config = msgspec.structs.replace(_CONFIG, tensor_parallel=4, simulation=simulation)
     async with _engine(model, config) as (engine, heard, clock):
@@ -133,7 +133,7 @@ async def test_time_lost_by_the_loop_is_made_up_for(model: ServedModel) -> None:
         assert len(heard.tokens("a")) == 11
 
 
-async def test_who_goes_on_elsewhere_goes_on_with_the_same_tokens(model: ServedModel) -> None:
+async def test_request_that_moves_goes_on_with_the_same_tokens(model: ServedModel) -> None:
     async with _engine(model) as (engine, heard, clock):
         engine.add(_request("whole", max_tokens=6))
         await clock.advance(1.0)
@@ -254,7 +254,7 @@ async def test_what_it_cannot_do_is_refused_by_name(
         assert heard.ended("next")
 
 
-async def test_it_is_there_after_its_start_time(model: ServedModel) -> None:
+async def test_engine_is_ready_after_its_start_time(model: ServedModel) -> None:
     clock = ManualClock()
     config = EngineConfig(kind=EngineKind.SIMULATED, simulation=SimulationConfig(start_s=30.0))
     starting = asyncio.create_task(SimulatedEngine.start(model, config, clock))

@@ -71,7 +71,7 @@ async def test_several_workers_serve_from_one_process(server: NatsServer) -> Non
             assert reply is not None
             assert reply.ok, reply
         await eventually(lambda: all(_is_done(frames.get(name, [])) for name in names))
-        # Whoever makes them, the tokens are the same.
+        # The tokens are the same from every worker.
         assert len({_tokens(frames[name]) for name in names}) == 1
         process.send_signal(signal.SIGTERM)
         await eventually(lambda: all(statuses[name].retired for name in names), timeout_s=20.0)

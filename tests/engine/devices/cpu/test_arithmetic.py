@@ -1,5 +1,5 @@
-"""What a CPU computes a checkpoint in: a small one is widened where its tokens would change with
-the company in bfloat16."""
+"""Data type in which a CPU computes: a small checkpoint is widened where bfloat16 is not
+batch-invariant."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_small_checkpoint_stays_in_bfloat16_where_its_rows_are_exact(tmp_path:
     "settings",
     [{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "float32", "kernels": "native"}],
 )
-def test_it_is_widened_by_other_kernels_and_where_it_is_to_be(
+def test_checkpoint_is_widened_by_other_kernels_and_by_the_setting(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     loaded = _load(_save(tmp_path), **settings)
     assert (loaded.cache.data.dtype, loaded.is_row_exact) == (torch.float32, False)
 
 
-def test_it_is_widened_where_no_kernels_can_be_built(
+def test_checkpoint_is_widened_where_no_kernels_can_be_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> Path:

@@ -25,7 +25,8 @@ class Shape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A sequence's next ``num_tokens`` behind ``num_context`` that are in the cache."""
+    """Part of a step: the next ``num_tokens`` of a sequence after ``num_context`` tokens in the
+    cache."""
 
     num_context: int
     num_tokens: int
@@ -46,7 +47,7 @@ PARTS = st.lists(
 def seen_by_hand(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, window: int | None
 ) -> torch.Tensor:
-    """Token by token, head by head."""
+    """Compute attention token by token and head by head."""
     group_size = queries.shape[1] // keys.shape[1]
     rows = torch.empty_like(queries)
     for row in range(part.num_tokens):
@@ -60,7 +61,7 @@ def seen_by_hand(
 
 
 def lay_out(parts: list[Part], tables: list[list[int]]) -> FlatBatch:
-    """Single tokens first, by rising context, as ``build_batch`` does."""
+    """Order single tokens first, by rising context, as ``build_batch`` does."""
     ranges: list[QueryRange] = []
     start = 0
     for part, table in zip(parts, tables, strict=True):

@@ -1,4 +1,4 @@
-"""A step in one call beside the decoder that makes one call for each operation."""
+"""Fused step of one call, compared with the decoder of one call per operation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class _Side:
-    """A decoder of a checkpoint with a KV cache of its own."""
+    """Decoder of a checkpoint with a KV cache of its own."""
 
     def __init__(
         self,
@@ -164,19 +164,19 @@ def test_features_are_what_comes_into_layers_and_change_no_bit(
     hidden = decoder(3).forward(batch)
     same, features = decoder(3).forward_with_features(batch, None, (2, 0, 3, 1))
     assert torch.equal(same, hidden)
-    for told, layer in zip(features.chunk(4, 1), (2, 0, 3, 1), strict=True):
+    for feature, layer in zip(features.chunk(4, 1), (2, 0, 3, 1), strict=True):
         expected = side.weights.embedding[batch.token_ids]
         if layer:
             expected = decoder(layer).forward(batch)
-        assert torch.equal(told, expected)
+        assert torch.equal(feature, expected)
 
 
 @pytest.mark.parametrize("name", ["single tokens", "both"])
 def test_a_step_of_quantized_weights_is_that_of_the_decoder(
     checkpoint: Path, kernels: CpuKernels, name: str
 ) -> None:
-    """In int4, as its rows stay wide: where these are rounded, a last bit of theirs that differs
-    makes another code of some, which says nothing of the step."""
+    """The weights are int4, whose rows stay wide. A rounded row with another last bit may get
+    another code, which says nothing of the step."""
     quantization = "int4"
     torch.manual_seed(1)
     contents = torch.randn(_cache(read_model_config(checkpoint)).data.shape).bfloat16()

@@ -76,7 +76,7 @@ def _cache(config: ModelConfig, num_blocks: int = _NUM_BLOCKS) -> KVCache:
 def _attention(
     config: ModelConfig, dtype: torch.dtype, windows: tuple[int | None, ...]
 ) -> TorchAttention:
-    """Over a cache with the same random contents each time."""
+    """Return attention over a cache with the same random contents each time."""
     cache = _cache(config)
     generator = torch.Generator().manual_seed(3)
     cache.data.copy_(torch.randint(-127, 128, cache.data.shape, generator=generator))

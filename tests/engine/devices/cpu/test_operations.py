@@ -1,4 +1,4 @@
-"""The compiled kernels beside plain torch: same inputs, same KV cache, same results."""
+"""Compiled kernels, compared with plain torch on the same inputs and the same KV cache."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _no_gradients() -> Iterator[None]:
 def attention(
     num_heads: int, windows: Sequence[int | None], contents: torch.Tensor
 ) -> TorchAttention:
-    """Over a KV cache with these contents: [num_layers, num_blocks + 1, block_size, 2,
-    num_kv_heads, head_dim]."""
+    """Return attention over a KV cache with these contents: [num_layers, num_blocks + 1,
+    block_size, 2, num_kv_heads, head_dim]."""
     num_layers, num_blocks, _, _, num_kv_heads, head_dim = contents.shape
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -71,7 +71,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def ragged_batch(lengths: list[tuple[int, int]], num_blocks: int, rng: random.Random) -> FlatBatch:
-    """A batch of (context, new tokens) with blocks from anywhere."""
+    """Return a batch of (context, new tokens) with blocks in any order."""
     free = rng.sample(range(num_blocks), num_blocks)
     ranges: list[QueryRange] = []
     positions: list[int] = []

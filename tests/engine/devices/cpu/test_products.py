@@ -1,4 +1,4 @@
-"""Which products an engine takes: those with which steps take less time."""
+"""Choice of an engine's products by the measured time of steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WIDE = {
 
 
 class _Clock:
-    """Stands still but for what is added to it."""
+    """Clock that advances only by the given times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -41,7 +41,7 @@ class _Clock:
         return self.now_s
 
     def steps(self, took_ms: Iterator[float]) -> Callable[[FlatBatch], None]:
-        """Each takes the next of these times."""
+        """Return a step that takes the next of these times, in ms."""
 
         def step(_: FlatBatch) -> None:
             self.now_s += next(took_ms) / 1000
@@ -99,7 +99,7 @@ def test_a_first_time_and_what_disturbs_some_turns_do_not_count() -> None:
 
 
 def test_long_steps_are_timed_twice() -> None:
-    """Behind the first time, which does not count."""
+    """Long steps are timed twice after a first time that does not count."""
     clock, batches = _Clock(), [products._batch([(0, 3)])] * 2
     own_ms = iter([900, 700, 200] * 2)
     other_ms = iter([10, 400, 500] * 2)

@@ -30,7 +30,8 @@ SIZES = LLAMA | {"num_hidden_layers": 4}
 
 
 def stages_of(path: Path, num_stages: int) -> list[tuple[AnyDecoder, Shard, bool]]:
-    """Each with a KV cache of its own, which nothing was written to; and whether rows are exact."""
+    """Load each stage with a fresh KV cache of its own; return decoder, shard and whether rows are
+    exact."""
     compiled(torch.bfloat16)
     config = read_model_config(path)
     engine = resolved(path, device="cpu", dtype="bfloat16", kernels="native")
@@ -52,13 +53,13 @@ def stages_of(path: Path, num_stages: int) -> list[tuple[AnyDecoder, Shard, bool
 
 
 def batch() -> FlatBatch:
-    """A token behind ten that are in no cache, and two prompts."""
+    """Return a batch of a token after ten uncached ones, and of two prompts."""
     made = ragged_batch([(10, 1), (0, 30), (0, 7)], NUM_BLOCKS, random.Random(3))
     return made._replace(token_ids=torch.arange(5, 5 + len(made.positions)))
 
 
 def hidden_of(path: Path, num_stages: int, adapter: Path | None = None) -> torch.Tensor:
-    """What comes out of the last stage, every other row of the adapter."""
+    """Return the hidden states of the last stage, with the adapter on every other row."""
     config, step = read_model_config(path), batch()
     hidden = torch.empty(0)
     with torch.inference_mode():

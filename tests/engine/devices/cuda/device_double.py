@@ -1,4 +1,4 @@
-"""A runner on a device that does nothing before somebody waits for it.
+"""Stand-in for the runner of a device, which does nothing until somebody waits for it.
 
 Its model is arithmetic on the tokens that it finds in the KV cache through the block tables, so a
 wrong table, a stale block or a lost placeholder gives other tokens, or is noted as ``broken``.
@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Fault(NamedTuple):
-    """Computing token ``position`` of a choice fails: at once, after half of the step's work, or
+    """Fault of computing token ``position`` of a choice: at once, after half of the step's work, or
     when the step is read."""
 
     choice: int
@@ -45,8 +45,8 @@ class Fault(NamedTuple):
 
 
 class DeviceCache:
-    """Blocks whose tokens and positions stand where keys and values do. Whoever looks at them, or
-    changes them, does it after all that was launched before."""
+    """Cache with tokens and positions in place of keys and values. A read or a change of blocks
+    takes effect after all earlier launches."""
 
     def __init__(self, num_blocks: int, block_size_tokens: int, finish: Callable[[], None]) -> None:
         self.num_blocks = self.null_block = num_blocks
@@ -74,7 +74,7 @@ class DeviceCache:
 
 
 class _Item(NamedTuple):
-    """What a step computes of a sequence, as it was told to the device."""
+    """Work of a step for one sequence, as the device received it."""
 
     sequence: Sequence
     tokens: list[int]
@@ -87,7 +87,7 @@ class _Item(NamedTuple):
 
 
 class _Step:
-    """Work that is done in order, at some time before it is read."""
+    """Work of a step, done in order at some time before it is read."""
 
     def __init__(self, items: list[_Item]) -> None:
         self.items = items
@@ -98,10 +98,16 @@ class _Step:
 
 
 class DeviceRunner:
-    """``chooses``: it samples what suits it, else all is the host's. ``says_finite``: it tells
-    what is finite. ``faults`` by the prompt of the request; ``breaks`` says of each launch and
-    each read whether it fails whatever it is of. One of ``not_finite_every`` contexts that end in
-    the completion has no finite logits; 0 is none."""
+    """Runner that stands in for a CUDA device.
+
+    Args:
+        chooses: The device samples supported requests; otherwise the host samples all.
+        says_finite: The device reports which blocks are finite.
+        faults: Faults by the prompt of the request.
+        breaks: Called for each launch and each read; True makes it fail for all its requests.
+        not_finite_every: One of so many contexts that end in the completion has no finite
+            logits; 0 for none.
+    """
 
     num_stages = 1
     is_row_exact = False
@@ -152,7 +158,7 @@ class DeviceRunner:
         return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Its faults are those of launches and reads."""
+        """Ignore ``wake``: faults of this device come from launches and reads."""
 
     def check(self) -> None:
         """See ``watch``."""
@@ -198,7 +204,7 @@ class DeviceRunner:
             known = self._unread and any(
                 i.sequence is sequence and i.samples and i.by_device for i in self._unread[-1].items
             )
-            self._check(bool(known), "nobody chooses the token of a placeholder")
+            self._check(bool(known), "no unread step chooses the token of a placeholder")
             self._check(tokens == [UNREAD_TOKEN] and complete, "a placeholder is out of place")
         capacity = len(sequence.block_table) * self.cache.block_size_tokens
         self._check(begin + num_tokens <= capacity, "tokens have no blocks")
@@ -229,7 +235,7 @@ class DeviceRunner:
         return ordered
 
     def finish(self) -> None:
-        """Wait for the device: do all that was launched."""
+        """Wait for the device: do all launched work."""
         queue, self._queue = self._queue, []
         for step in queue:
             for number, item in enumerate(step.items):
@@ -267,7 +273,7 @@ class DeviceRunner:
         return finite
 
     def _choose(self, step: _Step) -> None:
-        """Choose as the host's sampler does, in one go."""
+        """Choose tokens as the host's sampler does, in one go."""
         items = [item for item in step.items if item.samples and item.by_device]
         if not items:
             return
@@ -302,7 +308,8 @@ class DeviceRunner:
         )
 
     def _check(self, holds: bool, message: str) -> None:
-        """The executor takes what is raised for a failure of the model, so it is noted instead."""
+        """Note a violation instead of raising it: the executor takes errors for a failure of the
+        model."""
         if not holds:
             self.broken.append(message)
 

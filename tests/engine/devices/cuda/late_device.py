@@ -1,4 +1,4 @@
-"""A device on the CPU that makes its runner's haste show."""
+"""Device on the CPU that exposes reads before the device has finished."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from millrace.engine.devices.cuda.device import Array, HostDevice, MemoryInfo
 
 
 class LateDevice(HostDevice):
-    """Brings results to the host only when they are waited for, from where they lie then: what was
-    overwritten meanwhile is seen."""
+    """Device that copies results to the host only at a wait, so that contents overwritten meanwhile
+    show."""
 
     def __init__(self, memory: MemoryInfo | None = None, peak_bytes: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A CUDA device that there is not: tensors know that they are on it and have no contents."""
+"""Pretended CUDA device: its tensors are on the device and have no contents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WAITING = (*_SINGLE, "nonzero", "masked_select", "_unique2", "unique_consecutiv
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what is asked about contents with 1. While ``recording`` nobody may ask, and nothing
-    may come from the host."""
+    """Dispatch mode that returns 1 for every read of contents. While ``recording``, a read of
+    contents and an input from the host are errors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PretendedDevice:
-    """Takes what it is told to where its type says, and does nothing."""
+    """Device that accepts transfers to its type and computes nothing."""
 
     num_programs = 264
     work_bytes = 1 << 29
@@ -118,7 +118,7 @@ class PretendedDevice:
 
 
 class Kernel:
-    """In the place of a Triton kernel: looks at what it would be launched with."""
+    """Stand-in for a Triton kernel that checks its launch arguments."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -139,7 +139,7 @@ class Kernel:
 
 
 def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
-    """No kernel runs any more; what is in their places."""
+    """Replace every kernel by a stand-in; return the stand-ins."""
     kernels: dict[str, Kernel] = {}
     for info in pkgutil.iter_modules(gpu.__path__):
         if info.ispkg:
@@ -152,7 +152,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
 
 
 class ShapesOnly:
-    """Any tensor that is asked for, as a checkpoint or random weights have it."""
+    """Checkpoint whose tensors have shapes only, for any name."""
 
     path = "(shapes)"
 
@@ -170,6 +170,6 @@ class ShapesOnly:
 
 @contextlib.contextmanager
 def pretending(operations: Operations) -> Iterator[None]:
-    """Inside, tensors are made without contents, wherever they are."""
+    """Make tensors without contents inside the block, on any device."""
     with operations.without_contents, operations:
         yield

@@ -1,4 +1,4 @@
-"""Models on the runner of a device: the answers of transformers, and of nobody's company."""
+"""Models on the runner of a device: the answers of transformers, in every batch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_gpus_kernels_compute_them_too(
 
 
 def first_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
-    """Those that the first token of a completion is chosen from."""
+    """Return the logits from which the first token of a completion is chosen."""
     runner = engine._runner
     assert isinstance(runner, DeviceRunner)
     engine.add(request("r", token_ids, max_tokens=1))
@@ -97,7 +97,7 @@ def test_half_precision_is_no_coarser_than_that_of_transformers(
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_eight_bits_of_keys_and_values_are_enough(tmp_path: Path, family: str) -> None:
-    """The weights are drawn so that errors grow on their way: without scales they are above 1."""
+    """The weights let errors grow on their way: without scales the errors are above 1."""
     model = save_model(tmp_path, family)
     engine = make_engine(
         tmp_path, kernels="reference", dtype="float32", kv_cache_dtype="fp8", prefix_cache=False
@@ -129,7 +129,7 @@ def _rows_by_themselves() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_rows_by_themselves")
 def test_deterministic_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """Alone, in a crowd, with the prompt cut into chunks, cold and warm: the same bits."""
+    """The bits are the same alone, in a crowd, with the prompt in chunks, cold and warm."""
     save_llama(tmp_path, num_hidden_layers=1, vocab_size=67)
     shared = prompt(0, 17, vocab_size=67)
     watched = request("watched", [*shared, 5, 6], max_tokens=3, temperature=1.0, seed=1, logprobs=1)

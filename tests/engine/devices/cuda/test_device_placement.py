@@ -1,5 +1,5 @@
-"""The runner of a CUDA device where there is none: whatever a step combines lies on the device, and
-what is recorded asks the host for nothing."""
+"""The runner of a CUDA device, without one: operands of a step lie on the device, and recorded
+steps need nothing from the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GIB = 1 << 30
 
 
 class Pretence:
-    """Makes runners of models by their shapes, on a device of 140 GiB."""
+    """Factory of runners by models' shapes, on a device of 140 GiB."""
 
     def __init__(self, folder: Path, kernels: list[Kernel]) -> None:
         self.operations = Operations()
@@ -65,8 +65,8 @@ class Pretence:
             )
 
     def engine(self, runner: DeviceRunner, **config: Any) -> Engine:
-        """One that enters the pretence for what its runner and its cache do, and gets contents of
-        some sort for what it looks at itself."""
+        """Return an engine whose runner and cache enter the pretence; contents that the engine
+        itself reads are arbitrary."""
         launch = runner.launch
 
         def launch_pretended(plan: Any) -> InFlightStep:
@@ -140,7 +140,7 @@ def test_scaled_positions_stay_on_the_device(pretence: Pretence, rope_type: str)
 
 
 def requests() -> list[EngineRequest]:
-    """One of each kind that a step treats differently."""
+    """Return one request of each kind that a step treats differently."""
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},
         "drawn": {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1},
@@ -199,7 +199,7 @@ def test_the_largest_step_is_tried_before_memory_is_given_out(pretence: Pretence
     assert runner.cache.num_blocks == left // block_bytes
 
 
-def test_what_was_tried_is_gone_when_the_cache_is_made(
+def test_trial_runner_is_freed_before_the_next_is_made(
     pretence: Pretence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[DeviceRunner]] = []
@@ -221,7 +221,7 @@ def test_what_was_tried_is_gone_when_the_cache_is_made(
 
 
 def test_references_are_not_recorded(pretence: Pretence) -> None:
-    """They look at what they compute with."""
+    """Reference kernels read the contents that they compute with."""
     pretence.runner("Qwen3-0.6B", kernels="reference")
     assert pretence.device.num_recorded == 0
 

@@ -47,7 +47,8 @@ def make_engine(path: Path, device: HostDevice | None = None, **config: Any) -> 
 
 
 def mixed_requests(seed: int) -> list[EngineRequest]:
-    """Greedy, drawn, narrowed and penalised ones, with log-probabilities and choices among them."""
+    """Return greedy, drawn, narrowed and penalised requests, some with log-probabilities and
+    choices."""
     rng = random.Random(seed)
     requests = []
     for i in range(9):
@@ -71,7 +72,7 @@ def mixed_requests(seed: int) -> list[EngineRequest]:
 
 
 def answers(engine: Engine, requests: list[EngineRequest]) -> dict[tuple[str, int], list[Any]]:
-    """What each choice of each request was answered with; logprobs to four digits."""
+    """Return the outputs of each choice of each request, with logprobs to four digits."""
     outputs: list[EngineOutput] = []
     for i, item in enumerate(requests):
         engine.add(item)
@@ -112,8 +113,8 @@ def test_a_device_answers_as_the_host_does(
 
 
 def test_padding_changes_no_logits(llama: tuple[Path, Any]) -> None:
-    """Recorded steps, padded to larger shapes, against exact ones: same tokens, and NaN in what
-    nobody owns stays there."""
+    """Recorded steps, padded to larger shapes, give the tokens of exact ones; NaN in unowned blocks
+    stays there."""
     exact = make_engine(llama[0], cuda_graphs=False, overlap=False, max_num_sequences=8)
     padded = make_engine(llama[0], cuda_graphs=True, overlap=False, max_num_sequences=8)
     padded._runner.cache.data[:, -1] = float("nan")
@@ -124,7 +125,7 @@ def test_padding_changes_no_logits(llama: tuple[Path, Any]) -> None:
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on operations that would make a host wait for its device."""
+    """Dispatch mode that fails on operations that make a host wait for its device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -135,7 +136,7 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_a_launch_waits_for_nothing(tmp_path: Path) -> None:
-    """With Triton's kernels, in its interpreter. A model as small as can be, since that is slow."""
+    """The kernels are Triton's, in its interpreter. The model is minimal, since that is slow."""
     save_llama(tmp_path, num_hidden_layers=1, vocab_size=67)
     config: dict[str, Any] = {
         "kernels": "triton",
@@ -160,7 +161,7 @@ def test_a_launch_waits_for_nothing(tmp_path: Path) -> None:
     assert answers(engine, requests) == answers(host, requests)
 
 
-def test_a_failed_launch_ends_nobody_else(
+def test_failed_launch_ends_no_other_request(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = mixed_requests(5)
@@ -182,7 +183,7 @@ def test_a_failed_launch_ends_nobody_else(
 
 
 def test_a_request_goes_on_where_the_other_kind_of_runner_left_it(llama: tuple[Path, Any]) -> None:
-    """Drawn and penalised: the random stream and the counts go on too, in both directions."""
+    """The random stream and the counts of penalties go on too, in both directions."""
     host = Engine.load(llama[0], EngineConfig(device="cpu", num_blocks=128))
     device = make_engine(llama[0], max_num_sequences=6)
     params = {"temperature": 0.9, "seed": 8, "top_p": 0.95, "frequency_penalty": 0.6}
@@ -198,7 +199,7 @@ def test_a_request_goes_on_where_the_other_kind_of_runner_left_it(llama: tuple[P
 
 @pytest.mark.parametrize("on_read", [False, True])
 def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read: bool) -> None:
-    """It blames nobody; who keeps the engine's process starts another one."""
+    """The engine blames no request; the parent process starts another engine."""
     engine = make_engine(llama[0], max_num_sequences=6)
     runner = engine._runner
 
@@ -216,8 +217,8 @@ def test_an_engine_whose_device_is_lost_ends(llama: tuple[Path, Any], *, on_read
         drain(engine)
 
 
-def test_who_loses_a_device_need_not_say_so(llama: tuple[Path, Any]) -> None:
-    """Kernels that cannot be launched any more raise what they always do."""
+def test_launch_error_of_a_lost_device_ends_the_engine(llama: tuple[Path, Any]) -> None:
+    """Launches raise their usual error; the synchronization shows that the device is lost."""
     engine = make_engine(llama[0], max_num_sequences=6)
     runner = engine._runner
 
@@ -254,7 +255,7 @@ def test_random_weights_need_a_config_only(llama: tuple[Path, Any], tmp_path: Pa
 
 
 class _TableState:
-    """Sequences whose tables change in every way that they can."""
+    """Sequences whose block tables change in every possible way."""
 
     def __init__(self, rng: random.Random, num_rows: int) -> None:
         self.rng = rng

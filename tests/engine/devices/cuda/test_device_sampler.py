@@ -1,4 +1,4 @@
-"""What a device's sampler keeps, takes and reports."""
+"""Sampler of a device: its rows, its supported parameters and its results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_last_that_was_begun_has_the_row() -> None:
     assert choose(sampler, logits, [last]) == [int(logits.argmax())]
 
 
-def test_what_was_begun_is_copied_at_once_and_only_once() -> None:
+def test_added_rows_are_uploaded_at_once_and_only_once() -> None:
     copies = []
 
     def copy(array: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Proposed tokens on a device: every token is as without, whatever is proposed and recorded."""
+"""Proposed tokens on a device: no proposal and no recorded step changes a token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load(path: Path, speculation: str | None, **settings: Any) -> Engine:
 
 
 def _load(number: int) -> list[EngineRequest]:
-    """One of each kind, whose prompts begin alike now and then."""
+    """Return one request of each kind; some prompts have the same beginning."""
     return [
         request(
             f"r{index}",
@@ -106,11 +106,11 @@ def test_no_token_changes(
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_what_repeats_itself_is_proposed_while_steps_overlap(
+def test_repeated_tokens_are_proposed_while_steps_overlap(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
 ) -> None:
-    """By the speculator itself, whose proposals come and go; not where log-probabilities are asked
-    for, which device and host compute each in their way."""
+    """The speculator itself proposes tokens, except for requests with log-probabilities, which
+    device and host compute differently."""
     # A small model's steps take as long as Python does: nothing would ever be worth its row.
     monkeypatch.setattr(CostModel, "is_warm", property(lambda _: False))
     asked = [
@@ -128,7 +128,7 @@ def test_what_repeats_itself_is_proposed_while_steps_overlap(
     assert (engine.stats().proposed_tokens > 0) == (logprobs is None)
 
 
-def test_one_that_is_cancelled_among_proposals_leaves_nothing(
+def test_request_cancelled_among_proposals_leaves_nothing(
     checkpoint: Path, known: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Guesses(known, 5, 0.9, most=3).into(monkeypatch)
@@ -151,7 +151,7 @@ def test_one_that_is_cancelled_among_proposals_leaves_nothing(
         ({"speculation": "eagle3=/tmp/none"}, "choose ngram on a GPU"),
     ],
 )
-def test_what_cannot_be_on_a_device_is_refused(
+def test_unsupported_speculation_on_a_device_is_refused(
     checkpoint: Path, settings: dict[str, Any], says: str
 ) -> None:
     given: dict[str, Any] = {"deterministic": True, "kernels": "reference", "num_blocks": 32}
@@ -160,7 +160,7 @@ def test_what_cannot_be_on_a_device_is_refused(
         Engine.load(checkpoint, EngineConfig(**given))
 
 
-def test_it_is_off_on_a_device_unless_it_is_asked_for(checkpoint: Path) -> None:
+def test_speculation_on_a_device_is_off_by_default(checkpoint: Path) -> None:
     asked = [request("r", [*prompt(1, 8, 400)] * 4, max_tokens=40, temperature=0.0)]
     engine = load(checkpoint, None)
     run(engine, asked)

@@ -1,4 +1,4 @@
-"""Every moment that the device is busy is somebody's, whatever happens to the requests."""
+"""Device time: all of the busy time is charged to requests, even if they fail or are cancelled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
 class Ledger:
-    """Adds up what an engine says that requests took, at each of its steps."""
+    """Ledger of the device time that an engine reports at each step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -50,7 +50,7 @@ class Ledger:
         return outputs
 
     def check(self) -> None:
-        """What was told and what is still to be told is all the time that the device was busy."""
+        """Assert that reported and outstanding device time add up to the busy time."""
         times = self.engine.pop_device_times()
         assert all(time.over for time in times)
         self.told_us += sum(time.device_us for time in times)
@@ -61,7 +61,7 @@ class Ledger:
         assert stats.charged_s == pytest.approx(stats.busy_s, rel=1e-9)
 
     def check_all_told(self) -> None:
-        """Nothing is left to be told."""
+        """Assert that all device time has been reported."""
         self.check()
         assert not self.engine.has_work
         assert not self.engine._device_times._owing
@@ -130,7 +130,7 @@ def test_alike_requests_are_charged_alike_and_longer_ones_more(llama: tuple[Path
     ledger.check_all_told()
 
 
-def test_who_is_computed_again_pays_for_it(llama: tuple[Path, Any]) -> None:
+def test_preempted_request_is_charged_for_its_recomputation(llama: tuple[Path, Any]) -> None:
     settings = resolved(
         llama[0], num_blocks=8, device="cpu", prefix_cache=False, host_cache_bytes=0
     )
@@ -167,18 +167,18 @@ def test_a_cancel_is_answered_with_what_the_request_took(llama: tuple[Path, Any]
     for _ in range(4):
         engine.step()
     engine.cancel("a")
-    engine.cancel("nobody")
+    engine.cancel("unknown")
     took, unknown = sorted(engine.pop_device_times(), key=lambda time: time.request_id)
     assert (took.request_id, took.choice, took.over) == ("a", 0, True)
     assert took.device_us > 0
-    assert (unknown.request_id, unknown.device_us, unknown.over) == ("nobody", 0.0, True)
+    assert (unknown.request_id, unknown.device_us, unknown.over) == ("unknown", 0.0, True)
     (live,) = engine.pop_device_times(live=True)
     assert (live.request_id, live.over) == ("b", False)
     assert live.device_us + took.device_us == pytest.approx(engine.stats().busy_s * 1e6)
     assert not engine.pop_device_times()
 
 
-def test_who_ends_alone_while_the_next_step_runs_owes_that_step() -> None:
+def test_last_request_is_charged_for_the_step_in_flight() -> None:
     arrival = Arrival(1, 0, 10, 30, 0, "greedy", 1, 60, False, 0, None, False, None)
     world = World([arrival], {"num_blocks": 64}, overlap=True)
     ledger = Ledger(world.engine)
@@ -213,7 +213,8 @@ def _work(**changes: Any) -> DeviceWork:
 
 
 def test_the_work_of_a_step_by_hand() -> None:
-    """A chunk of 197 tokens and three decodes: computing takes longer than reading the weights."""
+    """The step has a chunk of 197 tokens and three decodes: computing takes longer than reading the
+    weights."""
     chunks = [Chunk(197, 10, 1), *[Chunk(1, 50, 1)] * 3]
     attention = [
         2 * ((197 * 10 + 197 * 198 // 2) * 4 * 4 * 16 + 207 * _KV_BYTES * 10),
@@ -228,7 +229,7 @@ def test_the_work_of_a_step_by_hand() -> None:
 
 
 def test_a_small_step_is_shared_by_tokens() -> None:
-    """Two decodes: what takes the time is that the weights are read, for both of them."""
+    """The step has two decodes: most of its time goes into the weights, which are read for both."""
     reading = (2 * _LAYER_PARAMETERS + 100 * 64) * 4 * 10 / 2
     near, far = _work().of_chunks([Chunk(1, 0, 1), Chunk(1, 99, 1)])
     per_token = 2 * (4 * 4 * 16 + _KV_BYTES * 10)

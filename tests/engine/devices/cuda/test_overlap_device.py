@@ -61,10 +61,10 @@ def _serve(engine: Engine, items: list[EngineRequest]) -> list[EngineOutput]:
 
 
 def _told(outputs: list[EngineOutput]) -> dict[tuple[str, int], list[int]]:
-    told: dict[tuple[str, int], list[int]] = {}
+    found: dict[tuple[str, int], list[int]] = {}
     for output in outputs:
-        told.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
-    return told
+        found.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+    return found
 
 
 def _load(path: Path, **config: Any) -> Engine:
@@ -94,18 +94,18 @@ def test_sequences_under_a_grammar_come_and_go_among_others(
         grammars.ask("penalised", None, max_tokens=40, frequency_penalty=0.3),
         grammars.ask("word", grammars.regex("(yes|no)")),
     ]
-    told = []
+    found = []
     for overlap in (False, True):
         engine = grammars.load_engine(path, kernels="reference", overlap=overlap)
-        told.append(_told(_serve(engine, items)))
-    assert told[0] == told[1]
-    assert set(told[0]) == {(item.request_id, 0) for item in items}
+        found.append(_told(_serve(engine, items)))
+    assert found[0] == found[1]
+    assert set(found[0]) == {(item.request_id, 0) for item in items}
 
 
-def test_after_a_failure_the_device_knows_everybody_anew(
+def test_after_a_failure_the_device_receives_all_sequences_anew(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties count tokens on the device, also those that were chosen twice."""
+    """The device counts tokens for penalties, even if a token is chosen twice."""
     items = [
         request(f"r{i}", prompt(i, 9, 190), max_tokens=25, presence_penalty=0.7, seed=i)
         for i in range(4)

@@ -1,4 +1,4 @@
-"""What is brought to a device goes through two pinned pieces in turns."""
+"""Staging of copies to a device through two alternating pinned pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.engine.devices.cuda.device import PinnedStaging
 
 
 class _Copy:
-    """An event; a piece must not be filled before its copy is waited for."""
+    """Event of a copy; its piece must not be filled before the copy is waited for."""
 
     def __init__(self) -> None:
         self.is_pending = False

@@ -1,4 +1,4 @@
-"""Batches for attention whose caches hold only what may be read; all else is poison."""
+"""Batches for attention: caches hold readable contents only, and all else is poison."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from millrace.engine.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 from millrace.engine.kernels.gpu.reference.attention import attend
 from tests.engine.kernels.gpu.closeness import poisoned
 
-# A block that no cache has: whoever looks it up reads far outside.
+# A block that no cache has: its lookup reads far outside of the memory.
 NO_BLOCK = 2**30
 FP8 = torch.float8_e4m3fn
 
 
 class Shape(NamedTuple):
-    """What is fixed for a model."""
+    """Sizes of attention that are fixed for a model."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 
 class Story(NamedTuple):
-    """One sequence: keys and values [num_tokens, 2, num_kv_heads, head_dim], their scales
+    """Sequence with keys and values [num_tokens, 2, num_kv_heads, head_dim], their scales
     [num_tokens, 2, num_kv_heads] or None, and a query of each token [num_tokens, num_heads,
     head_dim]."""
 
@@ -66,8 +66,8 @@ def make_case(
     *,
     num_padding_rows: int = 0,
 ) -> Case:
-    """A step of one part of each story: its tokens ``start`` … ``end - 1``, with all before them in
-    the cache; an empty story is padding, which has ``end - start`` rows nevertheless.
+    """Make a step of one part of each story: its tokens ``start`` … ``end - 1``, with all earlier
+    tokens in the cache. An empty story is padding, which has ``end - start`` rows nevertheless.
 
     Parts of one token must come first. Blocks lie in any order, and so do the tables' rows.
     """
@@ -116,7 +116,7 @@ def make_case(
 def make_attention(
     shape: Shape, *, num_programs: int = 6, deterministic: bool = False
 ) -> PagedAttention:
-    """Attention of a model of one layer, its scratch memory poisoned."""
+    """Return the attention of a model of one layer, with poisoned scratch memory."""
     attention = PagedAttention(
         AttentionShape(
             num_heads=shape.num_heads,
@@ -137,7 +137,7 @@ def make_attention(
 
 
 def attended(attention: PagedAttention, case: Case) -> torch.Tensor:
-    """What the kernels write into poisoned memory; rows of no sequence must stay poison."""
+    """Run the kernels into poisoned memory and return its rows; padding rows must stay poison."""
     out = poisoned(*case.queries.shape, dtype=case.queries.dtype)
     attention.attend(0, case.queries, case.cache, case.batch, attention.prepare(case.batch), out)
     assert out[case.num_rows :].isnan().all()

@@ -1,4 +1,4 @@
-"""How near a kernel must come to its reference, and memory that nobody may read."""
+"""Tolerance of a kernel against its reference, and poisoned memory that must not be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory in which what was never written shows."""
+    """Return memory in which unwritten elements show."""
     if dtype is torch.float8_e4m3fn:
         return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)

@@ -13,14 +13,14 @@ from tests.support.engine.triton_rounding import hardware_rounding
 
 @pytest.fixture(autouse=True)
 def _numbers() -> Iterator[None]:
-    """The interpreter rounds and multiplies as a GPU does."""
+    """Let the interpreter round and multiply as a GPU does."""
     with hardware_rounding(), bfloat16_products():
         yield
 
 
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
-    """Fresh tensors are NaN, which elements that a kernel does not write then stay."""
+    """Fill fresh tensors with NaN, so that unwritten elements stay NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Rows that a ``DeviceSampler`` chooses tokens of, without an engine around them."""
+"""Sampling by a ``DeviceSampler``, without an engine around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_TILES = SamplingTiles(
 
 
 def begun(sequences: Rows[Row], vocab_size: int, backend: str = "triton") -> DeviceSampler:
-    """A sampler whose row i is that of sequence i; one more is for padding."""
+    """Return a sampler whose row i belongs to sequence i; an extra row is for padding."""
     sampler = DeviceSampler(vocab_size, len(sequences) + 1, CPU, kernels=backend)
     for number, sequence in enumerate(sequences):
         sampler.add(number, sequence)
@@ -37,7 +37,7 @@ def choose(
     sequences: Rows[Row],
     numbers: Rows[int] | None = None,
 ) -> list[int]:
-    """A token of each sequence, which has the row of its place or of ``numbers``."""
+    """Choose a token for each sequence, which has the row of its place or of ``numbers``."""
     rows = torch.tensor(range(len(sequences)) if numbers is None else numbers, dtype=torch.int32)
     indices = torch.tensor([sequence.num_output_tokens for sequence in sequences])
     out = torch.full((len(sequences),), POISON)
@@ -46,12 +46,12 @@ def choose(
 
 
 def by_tiles(monkeypatch: pytest.MonkeyPatch, tiles: SamplingTiles) -> None:
-    """Have all samplers use these tiles."""
+    """Make all samplers use these tiles."""
     monkeypatch.setattr(kernels.choose_tokens, "__defaults__", (tiles,))
 
 
 def parameters() -> st.SearchStrategy[dict[str, Any]]:
-    """Those that suit the device, each of them off as often as not."""
+    """Draw parameters that the device supports, each of them off as often as not."""
 
     def often(key: str, *values: float) -> st.SearchStrategy[dict[str, Any]]:
         return st.one_of(st.just({}), st.sampled_from([{key: value} for value in values]))
@@ -70,16 +70,16 @@ def parameters() -> st.SearchStrategy[dict[str, Any]]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row]]:
-    """Random logits and a sequence for each row of them."""
+    """Draw random logits and a sequence for each row of them."""
     vocab_size = draw(st.sampled_from([50, 64, 130, 333, 700]))
     num_rows = draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     spread = draw(st.sampled_from([0.01, 1.0, 4.0]))
     logits = torch.randn(num_rows, vocab_size, generator=generator) * spread
     logits = logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    said = torch.randint(vocab_size, (num_rows, 16), generator=generator).tolist()
+    outputs = torch.randint(vocab_size, (num_rows, 16), generator=generator).tolist()
     rows = []
-    for tokens in said:
+    for tokens in outputs:
         half = draw(st.integers(0, 8))
         options = draw(parameters())
         seed = draw(st.integers(0, 99))

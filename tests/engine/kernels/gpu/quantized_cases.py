@@ -1,4 +1,4 @@
-"""Quantized weights of every kind, and how near a product with them must come to exact numbers."""
+"""Quantized weights of every kind, and the tolerance of products with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 class Kind(NamedTuple):
-    """Codes of so many bits, or of float8, and how rows are rounded."""
+    """Kind of a quantized weight: bits of its codes, or float8, and the rounding of rows."""
 
     bits: int
     activations: Activations
@@ -42,7 +42,7 @@ KINDS = (
 def drawn_weight(
     kind: Kind, num_outputs: int, num_inputs: int, group_inputs: int, *, ordered: bool = False
 ) -> QuantizedWeight:
-    """Of torch's random numbers; codes and zeros are anything that their bits can be."""
+    """Draw a quantized weight from torch's random numbers; codes and zeros use all their bits."""
     most = 1 << kind.bits - 1
     size = (num_outputs, -(-num_inputs // group_inputs))
     if kind.is_float8:
@@ -62,17 +62,17 @@ def drawn_weight(
 
 
 def exact(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """The product in float64, of rows that are rounded as the weight has it."""
+    """Return the product in float64, with rows rounded as the weight requires."""
     return weight.rounding(rows.float()).double() @ weight.values(torch.float64).t()
 
 
 def as_multiplied(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor | RoundedRows:
-    """``rows`` as a product with ``weight`` takes them."""
+    """Return ``rows`` as a product with ``weight`` takes them."""
     return rounded(rows, weight.rounding)
 
 
 def assert_near(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Both the whole and the worst element are within what rounding once explains."""
+    """Assert that the whole error and the largest error are within one rounding."""
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[result.dtype]
     difference = result.double() - expected.double()
     assert difference.shape == expected.shape

@@ -1,4 +1,4 @@
-"""What adapters add to products: the kernels and plain torch, both beside float64."""
+"""Products of adapters by the kernels and by plain torch, compared with float64."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ KERNELS: list[Add] = [add_adapters, reference_add_adapters]
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def drawn(product: Product, ranks: Sequence[int], dtype: torch.dtype) -> Slices:
-    """Matrices of so many ranks, 0 for none."""
+    """Draw matrices of these ranks, 0 for none."""
     return [
         LowRank(
             (torch.randn(rank, NUM_INPUTS[product]) * NUM_INPUTS[product] ** -0.5).to(dtype),
@@ -69,7 +69,7 @@ def drawn(product: Product, ranks: Sequence[int], dtype: torch.dtype) -> Slices:
 
 
 def in_slots(product: Product, adapters: Sequence[Slices], dtype: torch.dtype) -> AdapterProduct:
-    """One slot each, as full as it can be beside poison."""
+    """Put each adapter into a slot of its own, as full as possible beside poison."""
     slots = AdapterSlots(
         CONFIG, num_slots=len(adapters), max_rank=33, dtype=dtype, device=torch.device("cpu")
     )
@@ -88,7 +88,7 @@ def in_slots(product: Product, adapters: Sequence[Slices], dtype: torch.dtype) -
 
 
 def step_of(of_rows: Sequence[int], tiling: AdapterTiling) -> AdaptedRows:
-    """``of_rows``: each row's slot, -1 for none. What nobody reads is out of bounds."""
+    """Return a step with each row's slot, -1 for none. Unread entries are out of bounds."""
     packed = torch.full((tiling.num_packed(len(of_rows)),), 1 << 30, dtype=torch.int32)
     step = tiling.views(packed, len(of_rows))
     step.tiles[:, 0] = -1

@@ -26,7 +26,7 @@ from tests.engine.kernels.gpu.closeness import assert_close
 
 
 def make(shape: Shape, spans: list[tuple[int, int]], seed: int = 0, padding: int = 0) -> Case:
-    """Sequences by (rows of this step, length), 0 for padding; those of one row come first."""
+    """Make sequences of (rows of this step, length), 0 for padding; those of one row come first."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[tuple[Story, int, int]] = []
     for num_rows, length in sorted(spans, key=lambda span: span[0] != 1):
@@ -92,7 +92,7 @@ def test_the_deterministic_kernel_agrees_with_the_reference(
 @pytest.mark.parametrize("num_programs", [1, 5, 16, 61])
 @pytest.mark.parametrize("window", [None, 200])
 def test_skewed_lengths_are_shared_out(num_programs: int, window: int | None) -> None:
-    """One sequence that many programs share, and programs that have many sequences."""
+    """Many programs share the longest sequence, and some programs have many sequences."""
     shape = Shape(window=window)
     case = make(shape, [(1, 30), (1, 1), (1, 1500), (1, 0), (1, 129), (1, 128), (1, 2)])
     attention = make_attention(shape, num_programs=num_programs)

@@ -1,4 +1,4 @@
-"""Deterministic attention: a row's result is the same, bit by bit, in whatever step it is."""
+"""Deterministic attention: a row's result has the same bits in every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(
     wanted: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """What the part at index ``wanted`` attends to, in a step of these parts."""
+    """Return the attention of the part at index ``wanted``, in a step of these parts."""
     case = make_case(shape, parts, generator)
     attention = make_attention(shape, num_programs=8, deterministic=True)
     start, end = case.batch.query_starts[wanted : wanted + 2].tolist()
@@ -39,7 +39,7 @@ def rows_of(
 
 @st.composite
 def cuts(draw: st.DrawFn) -> list[int]:
-    """Where a story is cut into steps: chunks of any size, and perhaps some tokens one by one."""
+    """Draw the cuts of a story into steps: chunks of any size, and perhaps some single tokens."""
     edges = draw(st.lists(st.integers(1, LENGTH - 1), max_size=2))
     first_single = draw(st.sampled_from((LENGTH, LENGTH - 1, 127)))
     singles = list(range(first_single, min(first_single + 2, LENGTH)))
@@ -80,7 +80,7 @@ def test_chunks_and_company_change_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prefill_and_decode_agree(dtype: torch.dtype) -> None:
-    """Each token's row alone in its step, as generated, against all in one step, as prompted."""
+    """Rows of single-token steps, as generated, equal the rows of one step, as prompted."""
     shape = Shape(num_kv_heads=1, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     story = make_story(shape, 7, generator)

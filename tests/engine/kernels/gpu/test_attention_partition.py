@@ -1,4 +1,4 @@
-"""How the decode kernel's work is cut into shares."""
+"""Partition of the decode kernel's work into shares."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cut(
 
 
 def tiles_of(length: int, window: int | None) -> int:
-    """Tiles of keys that the last token sees; one for padding, which has zeros to be written."""
+    """Count the tiles of keys that the last token sees; 1 for padding, which has zeros to write."""
     first = 0 if window is None else max(0, length - window) // TILE
     return max(1, -(-length // TILE) - first)
 

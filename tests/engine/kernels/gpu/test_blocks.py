@@ -29,7 +29,7 @@ def test_named_blocks_and_no_others(
     data: st.DataObject,
 ) -> None:
     def memory(count: int, space: int) -> torch.Tensor:
-        """Blocks of random bytes, in layers that lie ``space`` blocks apart."""
+        """Return blocks of random bytes, in layers that lie ``space`` blocks apart."""
         size = (num_layers, count + space, *shape[:-1], shape[-1] * dtype.itemsize)
         return torch.randint(0, 256, size, dtype=torch.uint8).view(dtype)[:, :count]
 
@@ -55,7 +55,7 @@ def test_within_one_tensor() -> None:
 
 
 def test_offsets_past_32_bits() -> None:
-    """In memory of which only the pages that are used exist."""
+    """Only the used pages of the memory exist."""
     far = 2**31 // 4096 + 1
     blocks = torch.empty(1, far + 1, 4096, dtype=torch.uint8)
     blocks[:, far], blocks[:, 0] = 7, 1

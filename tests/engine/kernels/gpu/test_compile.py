@@ -1,6 +1,6 @@
-"""Every kernel, compiled as a Hopper GPU would have it, by the tool for that.
+"""Compilation of every kernel for a Hopper GPU, by the repository's tool.
 
-In other processes: in this one kernels are interpreted.
+The tool runs in other processes: in this one kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ _RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 def compiler(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[CompilingProcess]:
-    """What one run of the tests has compiled, the next does not, unless with ``--cache-clear``."""
+    """Yield a compiler whose results are kept between runs of the tests, until
+    ``--cache-clear``."""
     assert pytestconfig.cache is not None
     compiled = pytestconfig.cache.mkdir("triton")
     with compiling_process(tmp_path_factory.mktemp("compiler"), compiled) as process:
@@ -164,7 +165,8 @@ def test_the_tool_finds_what_it_is_there_to_find(
 
 
 def test_a_whole_engine_compiles_each_kernel_once(compiler: CompilingProcess) -> None:
-    """The runner itself, from its warm-up to the last token, for requests of every kind."""
+    """The runner itself is compiled, from its warm-up to the last token, for requests of every
+    kind."""
     done = compiler.run("-m", "benchmarks.gpu_compile", "--engine", "--json")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)

@@ -1,4 +1,5 @@
-"""Experts in a stack: the kernels against plain torch, and both against expert after expert."""
+"""Experts in a stack: the kernels against plain torch, and both against one expert after
+another."""
 
 from __future__ import annotations
 

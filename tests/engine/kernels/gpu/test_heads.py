@@ -20,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 def cache_layer(
     num_blocks: int, block_size: int, num_keys: int, head_dim: int, dtype: torch.dtype
 ) -> CacheLayer:
-    """All poison, with room between blocks that is poison, too."""
+    """Return a layer full of poison, with poison between its blocks, too."""
     shape = (num_blocks + 1, block_size + 1, 2, num_keys, head_dim)
     data = poisoned(*shape, dtype=dtype)[:num_blocks, :block_size]
     if dtype is not FP8:
@@ -29,7 +29,7 @@ def cache_layer(
 
 
 def numbers(layer: CacheLayer) -> torch.Tensor:
-    """What the cache's contents stand for, in float32."""
+    """Return the values that the cache's contents represent, in float32."""
     values = layer.data.float()
     return values if layer.scales is None else values * layer.scales.unsqueeze(-1)
 

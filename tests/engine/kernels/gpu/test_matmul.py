@@ -16,7 +16,7 @@ from tests.engine.kernels.gpu.closeness import DTYPES, assert_close
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def exact(
@@ -34,7 +34,7 @@ def exact(
 
 
 def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows that lie ``gap`` elements of poison apart."""
+    """Draw random rows that lie ``gap`` elements of poison apart."""
     memory = torch.full((num_rows, width + gap), torch.nan, dtype=dtype)
     memory[:, :width] = torch.randn(num_rows, width)
     return memory[:, :width]
@@ -81,7 +81,7 @@ SHAPES = [(1, 512), (1, 4096), (1, 16384), (9, 512), (9, 4096), (9, 16384), (40,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_outputs"), SHAPES)
 def test_each_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> None:
-    """Those of large products, on small ones."""
+    """Tiles of large products are tried on small products."""
     tile = product_tile(num_rows, num_outputs, 4096, dtype.itemsize)
     num_rows, num_outputs = min(num_rows, 2 * tile.rows + 3), tile.outputs + 5
     if tile.rows == 1:

@@ -36,11 +36,11 @@ from tests.engine.kernels.gpu.quantized_cases import (
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows that lie ``gap`` elements of poison apart."""
+    """Draw random rows that lie ``gap`` elements of poison apart."""
     memory = torch.full((num_rows, width + gap), torch.nan, dtype=dtype)
     memory[:, :width] = torch.randn(num_rows, width)
     return memory[:, :width]
@@ -139,7 +139,7 @@ SHAPES += [(20, 512), (64, 512), (65, 512), (600, 512)]
     ids=["int4", "int8"],
 )
 def test_each_tile(kind: Kind, num_rows: int, num_outputs: int) -> None:
-    """Those of large products, on small ones."""
+    """Tiles of large products are tried on small products."""
     dtype = torch.bfloat16
     tile: RowProductTile | QuantizedTile
     if num_rows == 1:

@@ -1,4 +1,4 @@
-"""Quantized experts in a stack beside those that torch widens."""
+"""Quantized experts in a stack, compared with experts widened by torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.engine.kernels.gpu.quantized_cases import (
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def stack(weights: list[QuantizedWeight]) -> PackedWeight:
@@ -44,7 +44,7 @@ def stack(weights: list[QuantizedWeight]) -> PackedWeight:
 
 
 def check(kind: Kind, chosen: list[list[int]], *, dtype: torch.dtype, fixed: bool) -> None:
-    """Both products of 5 experts of an odd number of outputs, of which a row chooses two."""
+    """Check both products of 5 experts with an odd number of outputs; a row chooses two experts."""
     torch.manual_seed(3)
     numbers = torch.tensor(chosen, dtype=torch.int16).view(-1, 2)
     weights = torch.rand(numbers.shape)
@@ -94,7 +94,7 @@ def test_crowded_and_empty_experts(kind: Kind, chosen: list[list[int]], fixed: b
 
 
 def test_a_stack_keeps_what_any_expert_has() -> None:
-    """Zeros of some experts, and scales that only some hold in 16 bits."""
+    """Zeros belong to some experts only, and so do scales in 16 bits."""
     plain = drawn_weight(KINDS[0], 21, 256, 128)
     plain.scales.fill_(0.5)
     zeroed = drawn_weight(KINDS[1], 21, 256, 128)
@@ -123,7 +123,8 @@ def test_experts_of_several_layouts_are_no_stack(other: QuantizedWeight) -> None
 def mixtures(
     weights: Sequence[QuantizedWeight], downs: Sequence[QuantizedWeight], *, fixed: bool
 ) -> list[StackedExperts]:
-    """By the kernels of quantized weights, and by torch's kernels of wide ones."""
+    """Return two mixtures: by the kernels of quantized weights, and by torch's kernels of wide
+    weights."""
     router = Projection(torch.randn(len(weights), 64), None)
     made = []
     for kernels in (triton_experts, reference_experts):

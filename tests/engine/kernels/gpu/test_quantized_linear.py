@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def factory(dtype: torch.dtype, *, fixed: bool = False, kernels: str = "triton") -> MakeQuantized:
@@ -53,7 +53,7 @@ def swiglu(rows: torch.Tensor) -> torch.Tensor:
 
 
 def check(linear: Linear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-    """All that a decoder calls, with few rows and with more."""
+    """Check all calls of a decoder, with few rows and with more."""
     for num_rows in (1, 5):
         rows = torch.randn(num_rows, weight.num_inputs)
         total = torch.randn(num_rows, weight.num_outputs)
@@ -68,7 +68,7 @@ def check(linear: Linear, weight: QuantizedWeight, bias: torch.Tensor | None) ->
 @pytest.mark.parametrize(
     ("kind", "ordered"), [*((kind, False) for kind in KINDS), (KINDS[1], True), (KINDS[7], True)]
 )
-def test_it_is_the_map_of_its_weight(kind: Kind, ordered: bool) -> None:
+def test_quantized_linear_equals_the_product_with_its_weight(kind: Kind, ordered: bool) -> None:
     torch.manual_seed(len(str(kind)))
     weight = drawn_weight(kind, 34, 256, 128, ordered=ordered)
     bias = torch.randn(34) if kind.zeroed else None

@@ -1,4 +1,4 @@
-"""Rows that kernels round beside those that torch does."""
+"""Rounding of rows by kernels, compared with torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def values(rounded: RoundedRows, group_inputs: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def values(rounded: RoundedRows, group_inputs: int) -> torch.Tensor:
 
 
 def drawn(num_rows: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows of many magnitudes that lie apart, one of them of zeros."""
+    """Draw rows of many magnitudes that lie apart, one of them of zeros."""
     memory = torch.full((num_rows, num_inputs + 3), torch.nan, dtype=dtype)
     rows = memory[:, :num_inputs]
     rows.copy_(torch.randn(num_rows, num_inputs) * 10 ** torch.linspace(-3, 2, num_rows)[:, None])

@@ -24,11 +24,11 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_outputs: None) -> None:
-    """What is not written shows."""
+    """Poison outputs, so that unwritten elements show."""
 
 
 def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows that lie ``gap`` elements of poison apart."""
+    """Draw random rows that lie ``gap`` elements of poison apart."""
     memory = torch.full((num_rows, width + gap), torch.nan, dtype=dtype)
     memory[:, :width] = torch.randn(num_rows, width) * 3
     return memory[:, :width]

@@ -1,4 +1,4 @@
-"""Tokens chosen on the device are those that the CPU's sampler chooses."""
+"""Sampling on the device: it chooses the same tokens as the CPU's sampler."""
 
 from __future__ import annotations
 

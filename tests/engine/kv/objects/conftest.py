@@ -19,7 +19,7 @@ TIMEOUT_S = 5.0
 
 
 class StoreUnderTest(NamedTuple):
-    """An empty one; ``url`` is as settings have it, and empty for one in this process's memory."""
+    """Empty store; ``url`` is its setting, empty for a store in this process's memory."""
 
     store: ObjectStore
     url: str
@@ -51,7 +51,7 @@ def stored(
 
 @pytest.fixture
 def faulty(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    """The environment names it."""
+    """Start a faulty proxy of the S3 server and name it in the environment."""
     with FaultyS3(moto.port) as server:
         for name, value in s3_environment(server.url).items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What is before an S3 server and misbehaves."""
+"""Proxy of an S3 server with injected faults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _NOT_FORWARDED = {"host", "connection", "content-length", "transfer-encoding"}
 
 
 class FaultyS3:
-    """Hands requests on to a server, but for what ``fault`` says of those that read objects: a
-    ``cut`` connection in the middle of the contents, ``short`` contents, a ``changed`` byte in
-    them; or of all requests: one that ``hangs`` for a while, or is ``forbidden``."""
+    """Proxy of an S3 server that injects a ``fault``.
+
+    Faults of reads: a ``cut`` connection in the middle of the contents, ``short`` contents, or a
+    ``changed`` byte. Faults of all requests: ``hangs``, for at most 30 s, and ``forbidden``.
+    """
 
     def __init__(self, port: int) -> None:
         self.fault = ""
@@ -37,7 +39,7 @@ class FaultyS3:
                 outer._answer(self)
 
             def log_message(self, *_: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True

@@ -23,8 +23,7 @@ _WITHIN_S = 30.0
 
 
 class World:
-    """Engines of one checkpoint with a clock that is set by hand, each as in a process that has
-    just begun."""
+    """Engines of one checkpoint with a clock that is set by hand, each as in a fresh process."""
 
     def __init__(self, model: Path, store: ObjectStore) -> None:
         self.now_s = 0.0
@@ -47,12 +46,12 @@ class World:
         )
         if settings.disk_cache_path is not None:
             engine.keep_on_disk(block_file(self.model, settings, runner.cache, is_row_exact=exact))
-        # Nobody knows, so that everything is brought.
+        # A computing time of 0 means unknown, so that everything is brought.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0
         return engine
 
     def rest(self, engine: Engine, for_s: float = 100.0) -> None:
-        """Let it be idle until all is written."""
+        """Let the engine be idle until all blocks are written."""
         self.now_s += for_s
         until_s = time.monotonic() + _WITHIN_S
         while engine.rest() is not None:
@@ -62,7 +61,7 @@ class World:
 
 
 def ask(engine: Engine, token_ids: list[int] = HISTORY, **fields: Any) -> tuple[list[int], int]:
-    """The tokens, and how many of the prompt were found."""
+    """Run a request; return its tokens, and how many tokens of the prompt were found."""
     engine.add(request("r", token_ids, **fields))
     outputs: list[EngineOutput] = drain(engine)
     found = next(o for o in outputs if o.started).num_cached_tokens

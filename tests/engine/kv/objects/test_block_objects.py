@@ -31,7 +31,7 @@ def _objects(store: ObjectStore, identity: str = "weights") -> BlockObjects:
 
 
 def _keys(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """One token a block."""
+    """Return the keys of blocks of one token."""
     keys: list[bytes] = []
     extend_keys(keys, root_key(salt), tokens, num_blocks=len(tokens), block_size_tokens=1)
     return keys
@@ -42,7 +42,7 @@ def _contents(key: bytes) -> bytes:
 
 
 def _pieces(contents: bytes) -> list[memoryview]:
-    """As of a cache of two layers that differ in size."""
+    """Split a block's contents into pieces of two layers that differ in size."""
     whole = memoryview(bytearray(contents))
     return [whole[:30], whole[30:]]
 
@@ -52,7 +52,7 @@ def _write(objects: BlockObjects, keys: list[bytes]) -> None:
 
 
 def _read(objects: BlockObjects, run: list[bytes], numbers: Sequence[int]) -> list[bytes]:
-    """What came of the blocks with these numbers."""
+    """Read the blocks with these numbers and return the contents of the good ones."""
     places = [ObjectPlace(number, run[number], _pieces(bytes(_BLOCK_BYTES))) for number in numbers]
     num_good = objects.read(run[-1], places)
     return [b"".join(place.pieces) for place in places[:num_good]]
@@ -67,7 +67,7 @@ class TestAnyStore:
         for numbers in ([0, 1, 2, 3], [0], [2, 3], [1, 3]):
             assert _read(objects, run, numbers) == [_contents(run[n]) for n in numbers]
 
-    def test_what_nobody_wrote_is_absent(self, stored: StoreUnderTest) -> None:
+    def test_unwritten_object_is_absent(self, stored: StoreUnderTest) -> None:
         objects, run = _objects(stored.store), _keys(range(_RUN))
         with pytest.raises(NoObjectError):
             _read(objects, run, [0])
@@ -148,7 +148,7 @@ _PREFIXES = st.lists(
 
 @given(written=_PREFIXES, read=_PREFIXES)
 @settings(max_examples=60, deadline=None)
-def test_what_is_found_was_stored_under_these_keys(
+def test_found_blocks_were_stored_under_these_keys(
     written: list[tuple[str, list[int]]], read: list[tuple[str, list[int]]]
 ) -> None:
     objects = _objects(MemoryStore())

@@ -1,4 +1,4 @@
-"""Engines that share an object store find each other's blocks, and compute what is not there."""
+"""Engines that share an object store find each other's blocks, and compute missing blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def world(llama: tuple[Path, Any]) -> World:
 
 
 class TestSharing:
-    """Through a store of any kind."""
+    """Engines that share a store, for each kind of store."""
 
     @pytest.fixture
     def world(self, llama: tuple[Path, Any], stored: StoreUnderTest) -> World:
@@ -53,7 +53,7 @@ class TestSharing:
         stats = other.stats()
         assert (stats.num_object_read_blocks, stats.num_object_read_bytes) == (4, 4 * BLOCK_BYTES)
         assert (stats.object_hit_tokens, stats.disk_hit_tokens, stats.peer_hit_tokens) == (64, 0, 0)
-        # It is there, so nobody writes it once more; the next one finds it as well.
+        # The object is stored, so it is not written again; the next engine finds it as well.
         world.rest(other)
         assert other.stats().num_object_written_blocks == 0
         assert ask(world.start()) == (expected, 64)
@@ -113,7 +113,7 @@ def test_a_prompt_that_ends_with_an_object_has_all_of_it_but_its_last_block(worl
     assert ask(world.start(), HISTORY[:64]) == (expected, 48)
 
 
-def test_what_is_here_is_not_read_again(world: World) -> None:
+def test_blocks_in_memory_are_not_read_again(world: World) -> None:
     engine, other = world.start(), world.start()
     expected, _ = ask(engine)
     world.rest(engine)
@@ -137,7 +137,7 @@ def test_short_prompts_are_neither_written_nor_looked_for(world: World) -> None:
     assert stats.num_absent_objects >= 1
 
 
-def test_what_was_not_there_is_not_looked_for_again_at_once(world: World) -> None:
+def test_missing_object_is_not_looked_for_again_at_once(world: World) -> None:
     engine = world.start()
     assert engine._tiers.objects is not None
     tier = engine._tiers.objects.tier
@@ -164,14 +164,14 @@ def test_blocks_that_are_always_in_use_are_written_too(world: World) -> None:
     assert ask(world.start(), HISTORY[:64] + prompt(40, 10))[1] == 64
 
 
-def test_what_takes_longer_to_bring_is_computed(world: World) -> None:
+def test_blocks_that_take_longer_to_read_are_computed(world: World) -> None:
     engine = world.start()
     ask(engine)
     world.rest(engine)
     other = world.start()
     other._tiers.arrivals._compute_s = lambda num_tokens: num_tokens * 1e-6
     assert ask(other)[1] == 0
-    assert other.stats().num_absent_objects == 0  # nobody asked
+    assert other.stats().num_absent_objects == 0  # the store was not asked
     other._tiers.arrivals._compute_s = lambda num_tokens: num_tokens * 0.1
     assert ask(world.start(), HISTORY)[1] == 64
 
@@ -215,7 +215,7 @@ def test_a_slow_store_does_not_keep_the_disk_from_being_read(world: World, tmp_p
     both._tiers.disk._file.close()
 
 
-def test_who_is_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
+def test_request_cancelled_while_blocks_are_read_leaves_nothing(world: World) -> None:
     engine, other = world.start(), world.start()
     expected, _ = ask(engine)
     world.rest(engine)
@@ -238,7 +238,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_an_engine_of_a_worker_finds_them_after_a_restart(
     llama: tuple[Path, Any], url: str
 ) -> None:
-    """By way of the settings, with objects of their usual size."""
+    """The engine is made from settings, and the objects have their usual size."""
     token_ids = prompt(4, 300)
     settings: dict[str, Any] = {
         "num_blocks": 32,
@@ -257,7 +257,9 @@ def test_an_engine_of_a_worker_finds_them_after_a_restart(
 
 
 @pytest.mark.parametrize("config", [{"prefix_cache": False}, {"host_cache_bytes": 0}])
-def test_it_needs_what_it_is_below(llama: tuple[Path, Any], config: dict[str, Any]) -> None:
+def test_object_cache_needs_the_tiers_above_it(
+    llama: tuple[Path, Any], config: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=r"object_cache_url needs engine\.prefix_cache"):
         _load(llama[0], "file:///tmp/x", **config)
 

@@ -1,4 +1,4 @@
-"""A store that fails, hangs or lies costs time and no token."""
+"""Faults of a store: a store that fails, hangs or lies costs time and no token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def world(llama: tuple[Path, Any], faulty: FaultyS3, tmp_path: Path) -> World:
 
 @pytest.fixture
 def expected(world: World) -> list[int]:
-    """The tokens of a prompt that is in the store from then on."""
+    """Return the tokens of a prompt that is in the store from then on."""
     engine = world.start()
     tokens, _ = ask(engine)
     world.rest(engine)
@@ -73,7 +73,7 @@ def test_an_object_that_is_not_what_was_written_is_computed(
     assert found <= 16  # half of the first object may be whole
     assert engine.stats().num_object_failures >= 1
     assert not _is_left_alone(engine)
-    # It is written anew, whatever is there.
+    # The bad object is overwritten.
     faulty.fault = ""
     world.rest(engine)
     assert engine.stats().num_object_written_blocks >= 2
@@ -109,7 +109,7 @@ def test_a_store_that_hangs_holds_up_a_prompt_for_a_while_only(
     world.now_s += 3.0
     outputs = drain(engine)
     assert tokens_by_request(outputs)["r"] == expected
-    # Whoever is late does not ask any more.
+    # A late task asks the store no more.
     for task in tasks:
         task()
     engine.step()

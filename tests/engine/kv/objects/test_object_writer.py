@@ -1,4 +1,4 @@
-"""What is to be written is bounded, and what is known of a store decides what is asked of it."""
+"""Writer of the object cache: bounds of its memory, and its predictions about the store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _writer(engine: Any) -> ObjectWriter:
     return writer
 
 
-def test_what_waits_for_a_slow_store_takes_half_of_host_memory(
+def test_writes_that_wait_for_a_slow_store_take_half_of_host_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = world.start(host_cache_bytes=8 * BLOCK_BYTES)
@@ -51,7 +51,7 @@ def test_what_waits_for_a_slow_store_takes_half_of_host_memory(
     engine.check_integrity()
 
 
-def test_what_is_too_much_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_beyond_the_bound_are_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_writer, "_MAX_NOTED_KEYS", 10)
     engine = world.start()
     for seed in (1, 2):
@@ -72,7 +72,7 @@ def test_a_prefix_that_comes_again_and_again_is_noted_once(world: World) -> None
     assert not _writer(engine).is_busy
 
 
-def test_what_is_gone_before_it_is_due_is_not_written(world: World) -> None:
+def test_blocks_evicted_before_they_are_due_are_not_written(world: World) -> None:
     engine = world.start()
     for seed in (1, 2, 3, 4, 5):  # more than the device has blocks for
         ask(engine, prompt(seed, 140), max_tokens=2)

@@ -1,4 +1,4 @@
-"""Which devices the ranks of a stage have at its host, and where they meet the others."""
+"""Devices of a stage's ranks at its host, and their meeting point with other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE = resolved(tensor_parallel=2, pipeline_parallel=3, remote_stages=2)
 
 @pytest.fixture
 def connection() -> Iterator[RankConnection]:
-    """To a worker that has another address than its host."""
+    """Yield a connection to a worker with another address than its host."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
         theirs = listener.accept()[0]
@@ -32,7 +32,7 @@ def connection() -> Iterator[RankConnection]:
 
 
 def stage(connection: RankConnection, device: str, slot: int) -> DeviceStage:
-    """The last of three."""
+    """Return the last of three stages."""
     join = JoinDevices(
         path="/at/the/worker",
         config=ENGINE,

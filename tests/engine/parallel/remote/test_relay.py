@@ -1,4 +1,4 @@
-"""What is written to a link at one host is read from a link at the other, whoever ends it."""
+"""Relay between hosts: a link's contents reach the other host, and either host can end it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACK = LinkShape(num_writers=2, num_readers=1, num_slots=2, part_bytes=200)
 
 
 def link(shape: LinkShape) -> tuple[list[StageLink], StageLink]:
-    """Its writers and its reader."""
+    """Return the writers and the reader of a link."""
     fd = link_memory(shape)
     library = cpu_library()
     try:
@@ -36,7 +36,7 @@ def link(shape: LinkShape) -> tuple[list[StageLink], StageLink]:
 
 
 class End(NamedTuple):
-    """A host's relay, and what is at the other ends of what it has."""
+    """Relay of a host, and the other ends of its links."""
 
     relay: Relay
     writers: list[StageLink]
@@ -45,7 +45,8 @@ class End(NamedTuple):
 
 
 def end(sock: socket.socket, written: LinkShape, read: LinkShape) -> End:
-    """A relay that sends what is ``written`` at its host, and writes what is ``read`` there."""
+    """Start a relay that sends contents ``written`` at its host, and writes contents ``read``
+    there."""
     connection = RankConnection(sock, WAIT_S)
     writers, source = link(written)
     targets, reader = link(read)
@@ -72,7 +73,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def ends(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[End, End]]:
-    """The lead's and the stage's."""
+    """Yield the lead's end and the stage's end."""
     pair = end(sockets[0], FORTH, BACK), end(sockets[1], BACK, FORTH)
     yield pair
     for one in pair:
@@ -83,29 +84,29 @@ def ends(sockets: tuple[socket.socket, socket.socket]) -> Iterator[tuple[End, En
 def test_messages_and_packets_go_both_ways(ends: tuple[End, End]) -> None:
     lead, stage = ends
     for number in range(5):
-        said = bytes([number]) * number
-        lead.writers[0].write(number, said)
+        message = bytes([number]) * number
+        lead.writers[0].write(number, message)
         stage.reader.wait_written(number, bound=True)
-        assert bytes(stage.reader.part(number)) == said
+        assert bytes(stage.reader.part(number)) == message
         stage.reader.done(number)
         for index, writer in enumerate(stage.writers):
-            writer.write(number, said, bytes([index]))
+            writer.write(number, message, bytes([index]))
         lead.reader.wait_written(number, bound=True)
         parts = [bytes(lead.reader.part(number, index)) for index in range(2)]
-        assert parts == [said + b"\x00", said + b"\x01"]
+        assert parts == [message + b"\x00", message + b"\x01"]
         lead.reader.done(number)
     for sender, receiver in ((lead, stage), (stage, lead)):
         sender.rank.send(b"packet")
         assert receiver.rank.recv(100) == b"packet"
 
 
-def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
+def test_end_of_one_host_is_reported_to_the_other_with_its_reason(ends: tuple[End, End]) -> None:
     lead, stage = ends
     stage.rank.close()
     assert lead.relay.ended.wait(WAIT_S)
     assert stage.relay.why == "the rank ended"
     assert lead.relay.why.endswith(" says: the rank ended")
-    assert lead.rank.recv(100) == b"", "whoever watches the rank hears of it"
+    assert lead.rank.recv(100) == b"", "the watcher of the rank sees its end"
     lead.relay.close()
     with pytest.raises(RanksFailedError):
         lead.reader.wait_written(0, bound=False)
@@ -124,7 +125,7 @@ def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
     ],
     ids=range(7),
 )
-def test_what_makes_no_sense_ends_it(
+def test_malformed_frame_ends_the_relay(
     sockets: tuple[socket.socket, socket.socket], frame: bytes, why: str
 ) -> None:
     lead = end(sockets[0], FORTH, BACK)

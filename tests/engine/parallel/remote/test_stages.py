@@ -1,5 +1,5 @@
-"""Groups of which stages are computed by ``millrace stages``, beside the same with one rank: real
-processes, over loopback."""
+"""Groups with stages computed by ``millrace stages``, compared with one rank: real processes, over
+loopback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def joined(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """A host of two stages, whose ranks are forks. Those of the host that is killed are not."""
+    """Start a host of two stages, whose ranks are forks. Ranks of the host that a test kills are
+    not forks."""
     folder = tmp_path_factory.mktemp("stages")
     (folder / "token").write_text(f"{TOKEN}\n")
     host = WarmStages(
@@ -100,11 +101,11 @@ def load_remote(path: Path, port: int, ranks: int = 1, **changes: Any) -> Engine
     ],
 )
 @pytest.mark.usefixtures("joined")
-def test_what_an_engine_can_do_it_can_do_with_remote_stages(
+def test_all_kinds_of_requests_run_on_remote_stages(
     llama: tuple[Path, Any], port: int, tmp_path: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
-    """Several choices, beams, adapters, cached prefixes, prompts whose numbers are not finite, and
-    preempted requests whose blocks are in the hosts' memory meanwhile."""
+    """The requests are several choices, beams, adapters, cached prefixes, prompts with non-finite
+    numbers, and preempted requests whose blocks are in the hosts' memory meanwhile."""
     path, model = llama
     save_adapter(tmp_path / "adapter", model, strength=4.0)
     adapter = engine_adapter(tmp_path / "adapter")
@@ -141,7 +142,7 @@ def test_what_an_engine_can_do_it_can_do_with_remote_stages(
 
 
 def _tokens(outputs: list[Any]) -> dict[tuple[str, int], list[int]]:
-    """By request and choice."""
+    """Collect tokens by request and choice."""
     tokens: dict[tuple[str, int], list[int]] = {}
     for output in outputs:
         tokens.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
@@ -179,7 +180,7 @@ FAULTS: list[tuple[Callable[[Stages, Engine], None], str]] = [
 
 
 @pytest.mark.parametrize("settings", [{}, DEVICES], ids=["ranks", "devices"])
-async def test_what_ends_a_group_is_said_and_the_host_serves_the_next(
+async def test_end_of_a_group_is_reported_and_the_host_serves_the_next(
     llama: tuple[Path, Any], port: int, joined: Stages, settings: dict[str, Any]
 ) -> None:
     asked = request("r", prompt(1, 20, 199), max_tokens=30)
@@ -223,13 +224,13 @@ async def test_a_host_that_is_killed_ends_the_group_and_leaves_nothing(
     finally:
         host.kill()
     with socket.create_server(("127.0.0.1", port)):
-        """Nobody holds the port."""
+        """The port is free."""
 
 
 def refusals(
     port: int, load_group: Callable[[], object], joining: dict[str, Any]
 ) -> tuple[str, str]:
-    """What a host that joins and the worker are refused for."""
+    """Return the errors of a joining host and of the worker."""
     given = {"address": ("127.0.0.1", port), "token": TOKEN, "path": None, "max_stages": 1}
     host = StageHost(Joining(**given | joining))
     said: list[str] = []
@@ -286,7 +287,7 @@ def test_a_host_without_the_memory_refuses(
 def test_a_host_without_the_gpus_refuses(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which are more the more stages a host computes."""
+    """A host needs more GPUs the more stages it computes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(device_stage, "_num_devices", lambda: 1)
@@ -322,7 +323,7 @@ def test_an_address_that_is_taken_is_waited_for_and_named(llama: tuple[Path, Any
     ],
     ids=str,
 )
-def test_what_remote_stages_are_not(
+def test_unsupported_settings_of_remote_stages_are_refused(
     llama: tuple[Path, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -330,7 +331,7 @@ def test_what_remote_stages_are_not(
 
 
 def test_a_host_that_is_stopped_while_it_waits_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a worker that is not there, and for one that says nothing."""
+    """The host ends both without a worker and with a silent one."""
     monkeypatch.setattr(hosts, "_ANSWER_TIMEOUT_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for port in (free_port(), listener.getsockname()[1]):
@@ -349,7 +350,8 @@ def test_a_host_that_is_stopped_while_it_waits_ends(monkeypatch: pytest.MonkeyPa
 async def test_a_host_that_came_is_kept_while_another_is_waited_for(
     llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For longer than ranks wait for one another; it is free again when nobody else comes."""
+    """The host is kept longer than ranks wait for one another, and is free again if no other host
+    comes."""
     caplog.set_level("INFO")
     port = free_port()
     host = StageHost(Joining(("127.0.0.1", port), TOKEN, None, 1))

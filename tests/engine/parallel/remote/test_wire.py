@@ -1,4 +1,4 @@
-"""No bytes of another host are taken for more than they can be, and none keep this one waiting."""
+"""Frames between hosts: malformed bytes are refused, and no host can keep another one waiting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FRAMES = st.lists(
 
 @contextmanager
 def receiving(silence_s: float = SILENCE_S) -> Iterator[tuple[RankConnection, socket.socket]]:
-    """A connection that takes frames of a group that computes, and its other end."""
+    """Yield a connection that receives frames of a computing group, and its other end."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other = stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -115,12 +115,12 @@ def test_an_assignment_is_not_guessed(body: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_what_is_said_is_a_line_that_can_be_printed(body: bytes) -> None:
+def test_reported_reason_is_one_printable_line(body: bytes) -> None:
     assert wire.text(body).isprintable()
 
 
 def meet(of_stage: str, of_lead: str) -> list[Exception | None]:
-    """What the stage and the lead think of each other."""
+    """Return the handshake errors of the stage and of the lead, None for success."""
     stage, lead = socket.socketpair()
     outcomes: list[Exception | None] = [None, None]
 

@@ -1,4 +1,4 @@
-"""What is said of an adapter by its config and header, and what is refused by name."""
+"""Outline of an adapter from its config and header, and refusals by name."""
 
 from __future__ import annotations
 

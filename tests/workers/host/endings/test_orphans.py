@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone end at their worker; those that need no client go on."""
+"""Orphans: requests of a dead gateway end at their worker, unless they need no client."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_request_of_a_gateway_that_lives_on_ends_as_ever(b: Bench) -> No
     b.engine.emit("r1:1", [20])
     await gateway.close()
     await b.settle(GRACE_S - 3.0)
-    await _gateway(b, "r1")  # or one that took it over
+    await _gateway(b, "r1")  # or another gateway that took the request over
     await b.settle(3 * GRACE_S)
     b.engine.emit("r1:1", [21], FinishReason.STOP)
     assert type(await b.ended()).__name__ == "Done"

@@ -1,4 +1,4 @@
-"""Answers of chats as a worker tells them: the same parts however their tokens come."""
+"""Chat answers of a worker: the same parts however their tokens come."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def answer_of(tool_format: ToolFormat, form: AnswerForm = FORM) -> ChatAnswer:
     return ChatAnswer(form, job, tool_format)
 
 
-def told(answer: ChatAnswer, cuts: Sequence[int]) -> list[Delta]:
-    """Deltas of the tokens between the cuts."""
+def deltas_between(answer: ChatAnswer, cuts: Sequence[int]) -> list[Delta]:
+    """Return the deltas of the tokens between the cuts."""
     return [
         Delta(index=start, token_ids=(0,) * (end - start), **answer.delta_fields(start, end))
         for start, end in pairwise(cuts)
@@ -47,7 +47,7 @@ def told(answer: ChatAnswer, cuts: Sequence[int]) -> list[Delta]:
 
 
 def pieces_of(text: str, lengths: Sequence[int]) -> list[str]:
-    """The text in pieces of these lengths, over and over; a piece may be empty."""
+    """Cut the text into pieces of these lengths, over and over; a piece may be empty."""
     pieces: list[str] = []
     at = number = 0
     while at < len(text):
@@ -94,11 +94,11 @@ def test_parts_do_not_depend_on_how_tokens_come(
         if place == num_tokens and not is_finished_apart:
             growing.finish(reason, None)
         certain = place if growing.is_certain else place - 1
-        deltas += told(growing, (num_told, certain))
+        deltas += deltas_between(growing, (num_told, certain))
         num_told = max(num_told, certain)
     growing.finish(reason, None)
-    deltas += told(growing, (num_told, num_tokens))
-    expected = texts_of(told(whole, (0, num_tokens)))
+    deltas += deltas_between(growing, (num_told, num_tokens))
+    expected = texts_of(deltas_between(whole, (0, num_tokens)))
     assert texts_of(deltas) == expected
     assert growing.finish_reason(reason) == whole.finish_reason(reason)
     # Another worker goes on from any token, and says the same under the same ids.
@@ -107,8 +107,8 @@ def test_parts_do_not_depend_on_how_tokens_come(
     other.read(pieces[:had])
     other.read(pieces)
     other.finish(reason, None)
-    begun = told(whole, (0, had // 2, had))
-    assert texts_of([*begun, *told(other, (had // 3, num_tokens))]) == expected
+    begun = deltas_between(whole, (0, had // 2, had))
+    assert texts_of([*begun, *deltas_between(other, (had // 3, num_tokens))]) == expected
     assert (expected["content"], expected["reasoning"]) == (result["text"], result["reasoning"])
     assert [call["text"] for call in expected["calls"]] == [
         _text_of(call) for call in result["tool_calls"]
@@ -127,7 +127,7 @@ def test_thoughts_may_be_left_out() -> None:
     answer = answer_of(ToolFormat.HERMES, AnswerForm(include_reasoning=False))
     answer.read(["<think>", "So.", "</think>", "Yes."])
     answer.finish(FinishReason.STOP, None)
-    (delta,) = told(answer, (0, 4))
+    (delta,) = deltas_between(answer, (0, 4))
     assert (delta.reasoning, delta.reasoning_ends, delta.text) == ("", (), "Yes.")
     assert answer.result_fields()["reasoning"] == ""
 
@@ -142,7 +142,8 @@ def test_an_answer_that_did_not_end_well_has_called_nothing() -> None:
 async def test_a_result_that_is_too_large_keeps_its_parts(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Without log-probabilities, then without what says where tokens end, at last without words."""
+    """The result loses its log-probabilities first, then the places where tokens end, at last its
+    texts."""
     async with bench(scribe_model(tmp_path_factory.mktemp("model"))) as one:
         result = await _result(one)
         assert (result.text, len(result.tool_calls)) == ("Hm.", 1)

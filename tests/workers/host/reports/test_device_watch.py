@@ -1,4 +1,4 @@
-"""What the driver of a CUDA device shows, with a library that stands in for it."""
+"""Watch of a CUDA device's driver, with a stand-in for the driver's library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.workers.scripted import bench
 
 
 class _NvmlError(Exception):
-    """As pynvml has one."""
+    """Stand-in for pynvml's error."""
 
 
 class _Nvml:
-    """``missing`` is the call that fails."""
+    """Stand-in for the driver's library; ``missing`` is the call that fails."""
 
     NVMLError = _NvmlError
 

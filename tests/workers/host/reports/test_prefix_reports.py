@@ -1,4 +1,4 @@
-"""What the schedulers are told of a worker's prefix cache."""
+"""Reports of a worker's prefix cache to the schedulers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbers(joined: bytes) -> list[int]:
 
 
 class Told:
-    """A reporter, and what a scheduler that misses nothing believes."""
+    """Reporter, and the prefixes known to a scheduler that misses no report."""
 
     def __init__(self, clock: ManualClock, **settings: Any) -> None:
         self.clock = clock
@@ -128,7 +128,7 @@ _CHANGES = st.builds(
 def test_a_scheduler_knows_the_last_used_keys(
     changes: list[PrefixChanges | None], limit: int
 ) -> None:
-    """None lets the time of a report pass."""
+    """A change of None lets the time of a report pass."""
 
     async def run() -> None:
         async with reporting(max_reported_prefixes=limit) as told:

@@ -1,4 +1,4 @@
-"""What a worker tells of itself."""
+"""Heartbeats and samples of a worker."""
 
 from __future__ import annotations
 

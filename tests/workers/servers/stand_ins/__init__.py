@@ -1,1 +1,1 @@
-"""Servers of the test process, or of one that it starts, in the place of an engine's."""
+"""Stand-ins for inference servers, in the test process or in its children."""

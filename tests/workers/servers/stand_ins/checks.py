@@ -1,4 +1,4 @@
-"""Engines on servers that stand in for real ones, and what is asked of each."""
+"""Engines on stand-in servers, and the checks that each of them passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END_AT = 5
 
 
 class StandIn(Protocol):
-    """A server whose every request it answers itself."""
+    """Stand-in server that answers every request itself."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
 
@@ -39,7 +39,7 @@ class StandIn(Protocol):
 async def attached(
     model: ServedModel, kind: EngineKind, url: str, **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    """An engine of this kind, by the server at ``url``."""
+    """Attach an engine of this kind to the server at ``url``."""
     settings = EngineConfig(kind=kind, url=url, start_timeout_s=5.0, **config)
     engine = await start_server_engine(model, settings, SystemClock())
     try:
@@ -52,7 +52,7 @@ async def attached(
 async def attached_to(
     kind: EngineKind, model: ServedModel, server: StandIn, **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    """An engine of this kind, by a stand-in that listens for so long."""
+    """Attach an engine of this kind to a stand-in, which listens until the block ends."""
     async with (
         listening(server.handle) as url,
         attached(model, kind, url, **config) as engine,
@@ -64,7 +64,7 @@ async def attached_to(
 async def launched(
     model: ServedModel, kind: EngineKind, program: Path, stand_in: str
 ) -> AsyncIterator[ServerEngine]:
-    """An engine of this kind that starts a module beside this one as its server, by the name of
+    """Launch an engine of this kind whose server is a module beside this one, under the name of
     ``program``."""
     module = f"{__package__}.{stand_in}"
     program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m {module} {kind} "$@"\n')
@@ -78,7 +78,7 @@ async def launched(
 
 
 def steered_request() -> EngineRequest:
-    """One of four tokens with much of what a request may say."""
+    """Return a request of four tokens with many of the fields of a request."""
     asked = request(
         "r", max_tokens=4, min_tokens=2, stop_token_ids=(5,), logit_bias={7: 1.5}, top_k=3
     )
@@ -86,7 +86,7 @@ def steered_request() -> EngineRequest:
 
 
 async def check_cancel(engine: ServerEngine, server: Busy) -> None:
-    """A cancel frees the slot at the server, which is given time for each of its tokens."""
+    """Check that a cancel frees the slot at the server, which takes time for each of its tokens."""
     heard = Heard(engine)
     engine.add(request("gone", max_tokens=90))
     await eventually(lambda: len(heard.tokens("gone")) > 2)
@@ -95,7 +95,8 @@ async def check_cancel(engine: ServerEngine, server: Busy) -> None:
 
 
 async def check_end(engine: ServerEngine) -> None:
-    """The end of a sequence is its last token, of a stand-in that ends at ``END_AT``."""
+    """Check that the end of a sequence is its last token, with a stand-in that ends at
+    ``END_AT``."""
     heard = Heard(engine)
     engine.add(msgspec.structs.replace(request("r"), eos_token_ids=(EOS,)))
     await heard.ended("r")
@@ -107,7 +108,7 @@ async def check_end(engine: ServerEngine) -> None:
 
 
 async def check_refused(engine: ServerEngine, asked: EngineRequest, code: str, says: str) -> None:
-    """The request fails by the caller's own mistake."""
+    """Check that the request fails by the caller's own mistake."""
     heard = Heard(engine)
     engine.add(asked)
     await heard.ended(asked.request_id)

@@ -1,4 +1,4 @@
-"""A real HTTP server of the test process."""
+"""Real HTTP server of the test process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 async def listening(
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0
 ) -> AsyncIterator[str]:
-    """The URL of a server whose every request ``handle`` answers."""
+    """Serve every request by ``handle``, and yield the URL."""
     app = web.Application()
     app.add_routes([web.route("*", "/{path:.*}", handle)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -27,14 +27,14 @@ async def listening(
 
 
 class Busy(Protocol):
-    """A stand-in that says how many requests it has."""
+    """Stand-in that counts its requests in progress."""
 
     num_running: int
 
 
 @asynccontextmanager
 async def event_stream(server: Busy, request: web.Request) -> AsyncIterator[web.StreamResponse]:
-    """An answer in server-sent events, while which the server has one request more."""
+    """Yield an answer in server-sent events, which counts as a request in progress."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     server.num_running += 1
@@ -45,7 +45,7 @@ async def event_stream(server: Busy, request: web.Request) -> AsyncIterator[web.
 
 
 def break_off(response: web.StreamResponse) -> None:
-    """End the connection in the middle of an answer, as a server does that dies."""
+    """End the connection in the middle of an answer, as a dying server does."""
     request = response._req
     assert request is not None
     assert request.transport is not None

@@ -1,4 +1,4 @@
-"""A real HTTP server that draws tokens at random, and can be told to misbehave; and its dialect."""
+"""Real HTTP server that draws tokens at random, and misbehaves on request; and its dialect."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.workers.servers.stand_ins.listening import break_off, event_stream, l
 
 @dataclass
 class RandomServer:
-    """``breaks`` are the numbers of the calls whose connection breaks after a token, ``status``
-    what every call is answered with, ``calls`` the bodies of all so far. Tokens follow from seed
-    and place; at temperature 0 they follow from the last token."""
+    """Server of random tokens. ``breaks`` are the numbers of the calls whose connection breaks
+    after a token, ``status`` is the status of every answer, ``calls`` are the bodies of all calls
+    so far. Tokens follow from seed and place; at temperature 0 they follow from the last token."""
 
     vocab_size: int
     breaks: set[int] = field(default_factory=set)
@@ -90,7 +90,7 @@ class RandomServer:
 
 @asynccontextmanager
 async def serving(server: RandomServer) -> AsyncIterator[str]:
-    """Its URL."""
+    """Serve ``server`` over HTTP, and yield its URL."""
     handlers = {
         "/health": server.health,
         "/load": server.load,
@@ -106,7 +106,7 @@ async def serving(server: RandomServer) -> AsyncIterator[str]:
 
 
 class RandomDialect(Dialect):
-    """Of a ``RandomServer``; under a kind that is free to it."""
+    """Dialect of a ``RandomServer``, whose kind is arbitrary."""
 
     kind = EngineKind.VLLM
     package = "random-server"

@@ -1,4 +1,4 @@
-"""A real HTTP server that plays recorded answers."""
+"""Real HTTP server that plays recorded answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Answer = Callable[[dict[str, Any]], "Played"]
 
 @dataclass
 class Played:
-    """An answer: a body, or ``events`` of a stream, which ``breaks`` off behind them or not.
-    ``text`` is a body that is no JSON."""
+    """Recorded answer: a body, or ``events`` of a stream, after which the connection ``breaks`` or
+    not. ``text`` is a body that is no JSON."""
 
     body: Any = None
     events: Sequence[Any] = ()
@@ -26,14 +26,16 @@ class Played:
 
 @dataclass
 class Transcript:
-    """``answers`` by path; one that is a function gets the body of the request. ``asked`` are the
-    requests so far: path, body and headers."""
+    """Transcript of a server: ``answers`` by path, and the requests so far in ``asked``.
+
+    A function in ``answers`` gets the body of the request. A request has path, body and headers.
+    """
 
     answers: dict[str, Played | Answer] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        """What this path was asked, in order."""
+        """Return the bodies of the requests to this path, in order."""
         return [body for asked, body, _ in self.asked if asked == path]
 
     async def play(self, request: web.Request) -> web.StreamResponse:
