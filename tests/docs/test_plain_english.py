@@ -8,7 +8,7 @@ from tests.docs.plain_english import PARAPHRASES, Counted, count, is_hard_openin
 
 # Share of docstrings with a hard opening, and number of lines with a paraphrase.
 _MOST_OPENINGS = 0.003
-_MOST_PARAPHRASES = 30
+_MOST_PARAPHRASES = 20
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,10 @@ def test_no_such_file(tmp_path: Path) -> None:
         ({"REDIS__SENTINELS": "a:99999", "REDIS__SENTINEL_MASTER": "m"}, "redis.sentinels: a"),
         ({"REDIS__SENTINEL_MASTER": "m"}, "redis.sentinel_master also needs redis.sentinels"),
         ({"REDIS__SENTINEL_PASSWORD": "m"}, "redis.sentinel_password also needs redis.sentinels"),
-        ({"KAFKA__USER": "a", "KAFKA__PASSWORD": "b"}, "kafka.user also needs kafka.sasl_mechanism"),
+        (
+            {"KAFKA__USER": "a", "KAFKA__PASSWORD": "b"},
+            "kafka.user also needs kafka.sasl_mechanism",
+        ),
         ({"KAFKA__SASL_MECHANISM": "PLAIN", "KAFKA__USER": "a"}, "kafka.password"),
         ({"KAFKA__SASL_MECHANISM": "GSSAPI"}, "KAFKA__SASL_MECHANISM"),
         ({"KAFKA__CERTIFICATE_FILE": "a"}, "kafka.certificate_file also needs kafka.key_file"),

@@ -243,7 +243,8 @@ async def test_a_wrong_permission_says_so_at_once(
         return [
             str(entry.__dict__["subject"])
             for entry in caplog.records
-            if "forbids a subject to this process" in entry.message and entry.levelno == logging.ERROR
+            if "forbids a subject to this process" in entry.message
+            and entry.levelno == logging.ERROR
         ]
 
     await eventually(lambda: "ctl.cancel.r1" in forbidden())

@@ -198,5 +198,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_starts(
     assert process.stderr.strip().splitlines()[-1] == (
         f"gateway: gateway.key_file: {missing} cannot be read: No such file or directory."
     )
-    with pytest.raises(ConfigError, match=r"gateway\.certificate_file also needs gateway\.key_file"):
+    with pytest.raises(
+        ConfigError, match=r"gateway\.certificate_file also needs gateway\.key_file"
+    ):
         load_config(None, {"MILLRACE_GATEWAY__CERTIFICATE_FILE": "x"})
