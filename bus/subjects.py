@@ -405,7 +405,7 @@ def record(item: Record) -> str:
 
 
 def record_identity(item: Record) -> str:
-    """Return the identity by which a record is recognized when it is published twice."""
+    """Return the id by which JetStream and telemetry recognize a record that is sent twice."""
     match item:
         case RequestRecord():
             return f"request:{token(item.request_id)}"

@@ -20,8 +20,9 @@ from millrace.registry.template_text import TemplateText, joined, literal
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` block; it marks the assistant's text for training and adds nothing
-    here.
+    """``{% generation %}`` block, which marks the assistant's text for training.
+
+    Serving needs no mark, so only the block's text is rendered.
     """
 
     tags = {"generation"}  # noqa: RUF012  declared so by the base class

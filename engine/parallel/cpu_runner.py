@@ -343,11 +343,11 @@ class RemoteParts:
         self._timeout_s = timeout_s
 
     def tell(self, command: CacheCommand) -> None:
-        """Send a command to each part. Raises RankLostError."""
+        """Send a command to each rank. Raises RankLostError."""
         self._pipeline.tell(PartCommand(0, command))
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """Return for each block whether all these parts have only finite numbers in it."""
+        """Return for each block of the KV cache whether its numbers are finite in all remote parts."""
         number = self._members.expect_checked()
         self._pipeline.tell(PartCommand(number, command))
         return self._members.wait_checked(number, self._timeout_s)

@@ -187,9 +187,10 @@ class Speculator:
         return step_s, self._costs.step_s(more) - step_s
 
     def _chances(self, sequence: Sequence) -> list[float] | None:
-        """Return the probability that each suggested token is accepted, with all before it.
+        """Return for each suggested token the estimated probability that it and all before it
+        are accepted.
 
-        Returns None if the sequence is not looked at in this step.
+        Returns None for a sequence that proposes no tokens in this step.
         """
         suggestions: Suggestions | None = sequence.suggestions
         if suggestions is None:

@@ -80,10 +80,10 @@ class FlatBatch(NamedTuple):
 
 
 class BatchLayout(NamedTuple):
-    """Rows of a step on the host, with the fields of ``FlatBatch``.
+    """Input of a step in lists, from which the tensors of ``FlatBatch`` are made.
 
-    ``sequences`` are those of the ``ranges``. ``proposed_rows`` are the last rows of
-    ``FlatBatch.sampled_rows``.
+    Fields have the names of ``FlatBatch``. ``sequences`` has the sequence of each of ``ranges``.
+    ``proposed_rows`` are the rows of proposed tokens; ``FlatBatch.sampled_rows`` ends with them.
     """
 
     token_ids: list[int]

@@ -143,7 +143,7 @@ def map_pages(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 class Region(NamedTuple):
-    """Memory whose blocks are served, with the file behind it."""
+    """Shared memory with KV cache blocks that other workers may read, and its file descriptor."""
 
     blocks: Blocks
     fd: int

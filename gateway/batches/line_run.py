@@ -169,8 +169,9 @@ class LineRunner:
         return PublishedLine(line.number, attempt, tuple(sequences))
 
     async def _publish_job(self, job: Job) -> int:
-        """Publish a job; return its sequence in the queue, 0 for a job that has a result
-        already.
+        """Publish a job and return its stream sequence in NATS.
+
+        A job that already has a result is not published; its sequence is 0.
         """
         bus = self._gateway.bus
         if self._is_taken_over and await bus.results.fetch(job.tenant, job.request_id) is not None:

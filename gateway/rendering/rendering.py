@@ -159,4 +159,4 @@ class ChunkRenderer:
         return False
 
     async def store(self) -> None:
-        """Store nothing: the answer stores its session itself."""
+        """Store nothing: chat completions have no state beyond their session, stored elsewhere."""

@@ -149,7 +149,7 @@ class RoleBalancer:
         return _changes(workers, need)
 
     def note_change(self, role: WorkerRole, now_s: float) -> None:
-        """Record that workers were given a role."""
+        """Record the latest change of roles, by an operator or this process: its role and time."""
         self._changed = (role, now_s)
 
     def _note_changes(self, workers: Sequence[WorkerLoad], now_s: float) -> None:

@@ -21,8 +21,10 @@ class _Tool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class FlatFunctionTool(
     _Tool, frozen=True, kw_only=True, tag="function", forbid_unknown_fields=True
 ):
-    """Tool that the client runs; ``parameters`` is the JSON Schema of its arguments.
-    ``output_schema`` is a hint without effect."""
+    """Function that the client runs; ``parameters`` is the JSON Schema of its arguments.
+
+    ``output_schema`` is accepted and has no effect.
+    """
 
     name: str
     description: str | None = None

@@ -106,9 +106,9 @@ class AccessCheck:
         )
 
     def _is_here(self, host: str) -> bool:
-        """Return whether a host names this machine.
+        """Return whether the ``Host`` header is safe from DNS rebinding.
 
-        Accepted are an address, the configured host, or a name without a dot, which only this
+        Safe are any IP address, the configured host, and a name without a dot, which only this
         machine or its network can define.
         """
         try:

@@ -14,7 +14,7 @@ _PACKAGE, _MEMORY = "package", "dram"
 
 
 class UnreadableCounterError(Exception):
-    """Counter that cannot be read; the message says why."""
+    """Error of an energy counter that cannot be read; the message has the reason."""
 
 
 class EnergyCounter(Protocol):

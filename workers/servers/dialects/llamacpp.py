@@ -85,7 +85,7 @@ class SlotTable:
     async def acquire(
         self, request_id: str, salt: str, prompt: Sequence[int], priority: int = 0
     ) -> None:
-        """Wait until the request has a slot."""
+        """Wait for a free slot of the llama.cpp server, and reserve it for the request."""
         turn = asyncio.get_running_loop().create_future()
         rank = (-priority, next(self._order))
         heapq.heappush(self._waiting, _Wish(rank, request_id, salt, tuple(prompt), turn))

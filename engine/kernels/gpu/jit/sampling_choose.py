@@ -36,7 +36,7 @@ def _first_largest(values, places):
 
 @triton.jit
 def _group(logits, counts, record, vocab_size, group):
-    """Load the logits of one group: [64]."""
+    """Load the logits of one group of 64 neighbouring tokens of the vocabulary: [64]."""
     groups = tl.zeros((1,), tl.int32) + group
     values = group_logits(logits, counts, record, groups, groups >= 0, vocab_size, True)
     return tl.reshape(values, (GROUP,))
