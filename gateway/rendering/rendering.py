@@ -159,4 +159,4 @@ class ChunkRenderer:
         return False
 
     async def store(self) -> None:
-        """Store nothing: chat completions have no state beyond their session, stored elsewhere."""
+        """Store nothing: a chat completion has no state beyond its session."""
