@@ -347,7 +347,7 @@ class RemoteParts:
         self._pipeline.tell(PartCommand(0, command))
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """Return for each block of the KV cache whether its numbers are finite in all remote parts."""
+        """Return for each KV cache block whether its numbers are finite in all remote parts."""
         number = self._members.expect_checked()
         self._pipeline.tell(PartCommand(number, command))
         return self._members.wait_checked(number, self._timeout_s)
