@@ -46,7 +46,7 @@ async def test_opening_survives_broken_connects(
 
 @each_broken
 @each_place
-async def test_a_lost_connection_survives_broken_reconnects(
+async def test_a_lost_connection_survives_broken_connects(
     nats_server: NatsServer,
     monkeypatch: pytest.MonkeyPatch,
     broken: BaseException,
