@@ -58,8 +58,8 @@ class _TakenError(Exception):
 def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> bytes:
     """Return the JSONCompact answer to a reading statement.
 
-    The store is the one that ``MILLRACE_*`` variables name, else the one of the system on ``data``.
-    Raises the errors of ``ask_store``.
+    Queries the store of the ``MILLRACE_*`` variables, or without them the store of the system on
+    ``data``. Raises the errors of ``ask_store``.
     """
     return ask_store(sql, load_config(None, os.environ).clickhouse, data, parameters or {})
 

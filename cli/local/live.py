@@ -392,8 +392,10 @@ class ModelChanges:
     def report(
         self, num_workers: Callable[[str], int], *, may_rest: bool
     ) -> tuple[ModelReport, ...]:
-        """Report all models, including the one that is being added or removed. ``may_rest``: a
-        model without requests has no worker."""
+        """Report all models, also a model that is being added or removed.
+
+        With ``may_rest``, a model without workers is at rest, because it has no requests.
+        """
         entries = dict(self._served)
         unserved = "at rest" if may_rest else "no worker"
         changing = {}

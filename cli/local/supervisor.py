@@ -148,7 +148,7 @@ class Supervisor:
             self._running.pop(name, None)
 
     async def stop(self, within_s: float) -> None:
-        """Stop all processes, stage by stage; kill those that remain at the end."""
+        """Stop all processes, stage by stage; kill processes that still run after ``within_s``."""
         self._stopping = True
         deadline = time.monotonic() + within_s
         by_stage = sorted(self._running.values(), key=_stage, reverse=True)

@@ -109,8 +109,8 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="engine of the models: Millrace's own (real), one that computes nothing (simulated), "
-        "or a server of another engine, which is started here (default: real)",
+        help="engine of the models: Millrace's own (real), the simulated engine, which computes no "
+        "model (simulated), or a server of another engine, started here (default: real)",
     )
     add_own_engine(group)
     add_adapter_option(

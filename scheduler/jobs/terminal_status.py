@@ -101,7 +101,7 @@ def shed(retry_after_s: float) -> TerminalStatus:
 
 
 def over_limit(error: RateLimitError) -> TerminalStatus:
-    """Return the status of a job over its tenant's limit: for now, for this month, or for good."""
+    """Return the status of a job over its tenant's limit: shed if the limit renews, else failed."""
     return TerminalStatus(
         status=Status.SHED if error.comes_back else Status.FAILED,
         code=error.code,

@@ -159,7 +159,7 @@ def way_in(system: System) -> Iterator[Path]:
 
 
 def test_another_user_reads_no_file_and_connects_to_no_server(system: System, way_in: Path) -> None:
-    """The child runs as the user nobody; without that it could do all of this."""
+    """A child without root's rights is refused; a child of root may do all of this."""
     ports = [urlsplit(system.endpoints[name]).port for name in ("nats", "redis", "clickhouse")]
     files = [str(way_in), str(system.data / "credentials.json")]
     files += [

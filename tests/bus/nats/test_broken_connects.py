@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from nats.aio.client import Client
@@ -58,11 +59,12 @@ async def test_a_lost_connection_survives_broken_connects(
     lost: list[bool] = []
     connection.on_loss(lambda: lost.append(True))
     with monkeypatch.context() as patched:
-        patched.setattr(owner, method, raising(broken))
+        failing = Mock(side_effect=broken)
+        patched.setattr(owner, method, failing)
         connection._client.abort()
         await eventually(lambda: bool(lost) and not connection.connected)
         assert await connection.request("nobody", b"", 0.05) is None
-        await asyncio.sleep(0.15)
+        await eventually(lambda: failing.call_count >= 2)
         assert not connection.connected
     assert await connection.wait_connected(5.0)
     assert await answered(connection)

@@ -151,7 +151,7 @@ class Tried:
         self._errors = errors
 
     async def refused(self, action: str, tried: list[str]) -> set[str]:
-        """Try subjects, and return those that the server refused."""
+        """Try subjects, and return the subjects that the server refused."""
         for subject in tried:
             if action == "publish":
                 await self._client.publish(subject, b"")

@@ -52,16 +52,22 @@ async def reached(port: int, scheme: str = "nats", ca_file: str = "") -> AsyncIt
             await connection.close()
 
 
-async def publish_on(connection: Connection, pause_s: float, payload: bytes) -> None:
+async def publish_on(
+    connection: Connection, pause_s: float, payload: bytes, has_begun: asyncio.Event
+) -> None:
     while True:
         await connection.publish("somewhere", payload)
+        has_begun.set()
         await asyncio.sleep(pause_s)
 
 
 @contextlib.asynccontextmanager
 async def publishing(connection: Connection, pause_s: float, payload: bytes) -> AsyncIterator[None]:
-    task = asyncio.create_task(publish_on(connection, pause_s, payload))
+    """Publish ``payload`` every ``pause_s`` seconds, from before the body on."""
+    has_begun = asyncio.Event()
+    task = asyncio.create_task(publish_on(connection, pause_s, payload, has_begun))
     try:
+        await has_begun.wait()
         yield
     finally:
         task.cancel()
@@ -75,7 +81,6 @@ async def test_a_silent_server_is_noticed_at_every_publishing_rate(nats_server: 
             one = await stack.enter_async_context(reached(nats_server.port))
             await stack.enter_async_context(publishing(one.connection, pause_s, payload))
             all_reached.append(one)
-        await asyncio.sleep(0.1)
         began_s = time.monotonic()
         for one in all_reached:
             one.silence()
@@ -108,7 +113,6 @@ def test_a_silent_server_is_noticed_over_tls_and_websockets(scheme: str, tmp_pat
             reached(port, scheme, ca_file) as one,
             publishing(one.connection, 0.002, b"x" * 100_000),
         ):
-            await asyncio.sleep(0.1)
             began_s = time.monotonic()
             one.silence()
             await eventually(lambda: bool(one.losses_s))
@@ -140,7 +144,6 @@ async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
                 await stack.enter_async_context(publishing(connection, pause_s, b"x" * 2_000))
                 connection.on_loss(partial(note_loss, pause_s))
                 connections.append(connection)
-            await asyncio.sleep(0.5)
             network.set_link(1, up=False)
             began_s = time.monotonic()
             await eventually(lambda: len(losses_s) == len(connections))
@@ -162,9 +165,8 @@ async def heard_again(connection: Connection) -> bytes:
 async def test_a_connection_to_a_silent_server_closes_in_time(nats_server: NatsServer) -> None:
     """The client does not wait for unsent data when it closes."""
     async with reached(nats_server.port) as one, publishing(one.connection, 0.001, b"x" * 100_000):
-        await asyncio.sleep(0.1)
         one.silence()
-        await asyncio.sleep(0.5)
+        await eventually(lambda: one.connection._client.pending_data_size > 1_000_000)
         began_s = time.monotonic()
         await one.connection.close()
         assert time.monotonic() - began_s < NOTICED_WITHIN_S

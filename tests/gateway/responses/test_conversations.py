@@ -233,7 +233,7 @@ async def test_an_answer_that_cannot_be_added_says_so(
 async def test_a_conversation_is_kept_for_a_while_only(
     client: openai.AsyncOpenAI, redis: RedisConfig
 ) -> None:
-    """A changed conversation expires too, and so does one that is too long to be read inline."""
+    """A changed conversation expires, and so does a conversation stored in several pieces."""
     made = await client.conversations.create(items=[message("x" * 100_000)])
     await client.conversations.update(made.id, metadata={"a": "b"})
     link = RedisLink(redis)
