@@ -18,6 +18,7 @@ from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.storage import Storage
 from millrace.bus.store.objects import Journal, Objects
 from millrace.bus.transport import Message, OnMessage, Subscription
+from millrace.runtime.tasks import wait_or_sleep
 from millrace.schemas.control import WorkerCommand
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import JobResult
@@ -68,13 +69,10 @@ class _MemoryTransport:
         try:
             if not self._broker.publish(subject, payload, reply=inbox):
                 return None
-            async with asyncio.timeout(timeout_s):
-                await answered.wait()
-        except TimeoutError:
-            return None
+            await wait_or_sleep(answered, self._broker.clock, timeout_s)
         finally:
             await subscriber.close()
-        return answers[0]
+        return answers[0] if answers else None
 
     async def close(self) -> None:
         for subscriber in self._subscribers:

@@ -9,7 +9,6 @@ from contextlib import suppress
 import pytest
 from msgspec.structs import replace
 
-from millrace.bus import orphans
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.transport import Subscription
@@ -66,16 +65,11 @@ async def test_a_request_is_an_orphan_after_the_grace(fleet: Fleet) -> None:
     assert fleet.watch.num_found == 1
 
 
-async def test_a_gateway_started_again_under_its_id_does_not_hold_what_it_had(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_started_again_under_its_id_does_not_hold_what_it_had(fleet: Fleet) -> None:
     """The gateway holds only requests that it received after the restart."""
-    monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [JOB, replace(JOB, request_id="r2")]
     await fleet.gateway("gw-1", "r2")
-    await fleet.watch.look()
-    fleet.clock.skip(GRACE_S)
-    await fleet.watch.look()
+    await fleet.pass_s(GRACE_S + 5.0)
     assert fleet.found == ["r1"]
 
 
@@ -100,11 +94,8 @@ async def test_a_gateway_that_is_silent_for_a_while_keeps_its_requests(fleet: Fl
     assert fleet.found == []
 
 
-async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(fleet: Fleet) -> None:
     """Jobs received before a known orphan end at once; later jobs have the whole grace period."""
-    monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
     fleet.jobs = [replace(JOB, received_ns=20)]
     await fleet.pass_s(GRACE_S + 5.0)
     assert fleet.found == ["r1"]
@@ -114,22 +105,15 @@ async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
         replace(JOB, request_id=name, received_ns=at_ns) for name, at_ns in received.items()
     ]
     fleet.jobs.append(replace(JOB, request_id="other", received_ns=10, reply="gw-2"))
-    for _ in range(4):
-        await fleet.watch.look()
-        await fleet.pass_s(2.0)
+    await fleet.pass_s(GRACE_S / 2)
     assert fleet.found == ["r1", "earlier", "same"]
 
 
-async def test_a_gateway_of_an_older_version_is_asked_for_each_request(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
+async def test_a_gateway_of_an_older_version_is_asked_for_each_request(fleet: Fleet) -> None:
     fleet.jobs = [replace(JOB, request_id=name) for name in ("r1", "r2")]
     points = {"r2": ResumePoint(token_ids=(1, 2))}
     await MemoryBus(fleet.broker).control.serve_resume_points("gw-1", points.get)
-    for _ in range(3):
-        await fleet.watch.look()
-        fleet.clock.skip(GRACE_S)
+    await fleet.pass_s(2 * GRACE_S)
     assert fleet.found == ["r1"]
 
 
@@ -153,7 +137,7 @@ async def test_the_grace_starts_again_after_an_outage_between_two_looks(fleet: F
 
 
 async def test_an_outage_during_a_question_says_nothing(fleet: Fleet) -> None:
-    await fleet.watch.look()
+    await fleet.look()
     fleet.clock.skip(GRACE_S)
     asking = asyncio.create_task(fleet.watch.look())
     await asyncio.sleep(0)

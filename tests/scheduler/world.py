@@ -310,15 +310,6 @@ class World:
 
     async def pass_s(self, seconds: float) -> None:
         await self.clock.advance(seconds)
-        # Requests have timeouts on the real clock; let answers come.
-        await asyncio.sleep(0)
-
-    async def pass_real(self, predicate: Callable[[], bool]) -> None:
-        """Advance both clocks until ``predicate`` holds: replies time out by the real clock."""
-        async with asyncio.timeout(5.0):
-            while not predicate():
-                await self.clock.advance(_STEP_S)
-                await asyncio.sleep(0.005)
 
     def records(self) -> list[RequestRecord]:
         outbox = self.broker.outbox

@@ -26,7 +26,7 @@ async def test_streams_leave_at_once_as_far_as_there_is_room(world: World) -> No
     await _fill(world, first, "r0", "r1", "r2")
     second = await world.add_worker("b", num_slots=2)
     await _lose_engine(first)
-    await world.pass_real(lambda: len(second.running) == 2)
+    await world.until(lambda: len(second.running) == 2)
     assert len(first.running) == 1, "for one there is no room elsewhere"
     for moved in second.history:
         assert moved.epoch == 2
@@ -34,7 +34,7 @@ async def test_streams_leave_at_once_as_far_as_there_is_room(world: World) -> No
         (cancel,) = [one for one in first.cancels if one.request_id == moved.job.request_id]
         assert cancel.below_epoch == 2
     await second.finish(second.history[0].job.request_id)
-    await world.pass_real(lambda: not first.running)
+    await world.until(lambda: not first.running)
 
 
 async def test_without_another_worker_all_stay_and_new_jobs_wait(world: World) -> None:
@@ -57,7 +57,7 @@ async def test_a_job_without_a_listener_stays_with_its_tokens(world: World) -> N
     await world.until(lambda: len(first.running) == 2)
     second = await world.add_worker("b")
     await _lose_engine(first)
-    await world.pass_real(lambda: "vector" in second.running)
+    await world.until(lambda: "vector" in second.running)
     await world.pass_s(2.0)
     assert list(first.running) == ["quiet"]
 
@@ -71,12 +71,12 @@ async def test_a_suspect_of_two_engine_deaths_stays_with_the_second(world: World
     await _fill(world, first, "bad", "good")
     second = await world.add_worker("b")
     await _lose_engine(first)
-    await world.pass_real(lambda: len(second.running) == 2)
+    await world.until(lambda: len(second.running) == 2)
     first.engine_down = False
     await first.announce()
     read["good"] = (1,)  # it has got on, so it is not to blame
     await _lose_engine(second)
-    await world.pass_real(lambda: list(first.running) == ["good"])
+    await world.until(lambda: list(first.running) == ["good"])
     await world.pass_s(2.0)
     assert list(second.running) == ["bad"]
     assert first.running["good"].resume_token_ids == (1,)

@@ -39,7 +39,7 @@ async def test_a_drained_worker_is_the_source_of_all_that_its_streams_have(world
     await _run(world, first, "r1", "r2")
     second = await serving(world, "b")
     await _drain(first)
-    await world.pass_real(lambda: len(second.running) == 2)
+    await world.until(lambda: len(second.running) == 2)
     for moved in second.running.values():
         source = moved.kv_source
         assert source is not None
@@ -55,7 +55,7 @@ async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
     await _run(world, first, "r1")
     second = await world.add_worker("b")
     await _drain(first)
-    await world.pass_real(lambda: "r1" in second.running)
+    await world.until(lambda: "r1" in second.running)
     assert second.running["r1"].kv_source is None
     assert world.schedulers[0].model_queues["m"].counts.moves == {"computed": 1}
     second.hand_over_blocks()
@@ -64,7 +64,7 @@ async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
     third.weights = "others"
     await third.announce()
     await _drain(second)
-    await world.pass_real(lambda: "r1" in third.running)
+    await world.until(lambda: "r1" in third.running)
     assert third.running["r1"].kv_source is None
 
 
@@ -74,7 +74,7 @@ async def test_an_engine_that_is_down_serves_nothing(world: World) -> None:
     second = await serving(world, "b")
     first.engine_down = True
     await first.announce()
-    await world.pass_real(lambda: "r1" in second.running)
+    await world.until(lambda: "r1" in second.running)
     assert second.running["r1"].kv_source is None
 
 
@@ -83,7 +83,7 @@ async def test_a_dead_worker_is_no_source(world: World) -> None:
     await _run(world, first, "r1")
     second = await serving(world, "b")
     await first.kill()
-    await world.pass_real(lambda: "r1" in second.running)
+    await world.until(lambda: "r1" in second.running)
     assert second.running["r1"].kv_source is None
 
 
@@ -93,10 +93,10 @@ async def test_a_refused_move_is_sent_again_with_its_source(world: World) -> Non
     second = await serving(world, "b")
     second.rejection = "full"
     await _drain(first)
-    await world.pass_real(lambda: not first.running)
+    await world.until(lambda: not first.running)
     second.rejection = ""
     await second.announce()
-    await world.pass_real(lambda: "r1" in second.running)
+    await world.until(lambda: "r1" in second.running)
     source = second.running["r1"].kv_source
     assert source is not None
     assert source.worker_id == first.worker_id
@@ -116,7 +116,7 @@ async def _until_warmed(
     second = await serving(world, "b")
     second.warms_when = asyncio.Event()
     await _drain(first)
-    await world.pass_real(lambda: bool(second.warmed))
+    await world.until(lambda: bool(second.warmed))
     return second
 
 
@@ -132,7 +132,7 @@ async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> Non
     assert set(first.running) == {"r0"}, "it goes on there meanwhile"
     assert second.warms_when is not None
     second.warms_when.set()
-    await world.pass_real(lambda: "r0" in second.running)
+    await world.until(lambda: "r0" in second.running)
     assert second.running["r0"].kv_source is not None, "for what it has made since"
     assert len(second.warmed) == 1
 
@@ -146,7 +146,7 @@ async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
     second.warms_when = asyncio.Event()
     await second.announce()
     await _drain(first)
-    await world.pass_real(lambda: len(second.warmed) == 1)
+    await world.until(lambda: len(second.warmed) == 1)
     second.outstanding_pull_tokens = 400
     await second.announce()
     await world.pass_s(1.0)
@@ -154,7 +154,7 @@ async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
     second.outstanding_pull_tokens = 0
     second.warms_when.set()
     await second.announce()
-    await world.pass_real(lambda: len(second.running) == 4)
+    await world.until(lambda: len(second.running) == 4)
 
 
 async def test_short_ones_leave_at_once(world: World) -> None:
@@ -163,7 +163,7 @@ async def test_short_ones_leave_at_once(world: World) -> None:
     await world.until(lambda: "r0" in first.running)
     second = await serving(world, "b")
     await _drain(first)
-    await world.pass_real(lambda: "r0" in second.running)
+    await world.until(lambda: "r0" in second.running)
     assert not second.warmed
 
 
@@ -173,7 +173,7 @@ async def test_the_prompt_of_a_job_without_a_listener_is_pulled(world: World) ->
     await world.until(lambda: "r0" in first.running)
     second = await serving(world, "b")
     await _drain(first)
-    await world.pass_real(lambda: "r0" in second.running)
+    await world.until(lambda: "r0" in second.running)
     assert [warm.token_ids for warm in second.warmed] == [()]
 
 
@@ -183,7 +183,7 @@ async def test_a_stream_leaves_also_where_nothing_could_be_pulled_ahead(world: W
     second = await serving(world, "b")
     second.refuses_to_warm = True
     await _drain(first)
-    await world.pass_real(lambda: "r0" in second.running)
+    await world.until(lambda: "r0" in second.running)
     assert second.running["r0"].kv_source is not None
 
 
@@ -194,7 +194,7 @@ async def test_a_stream_goes_elsewhere_when_the_worker_that_pulls_for_it_is_gone
     second = await _until_warmed(world, first)
     third = await serving(world, "c")
     await second.kill()
-    await world.pass_real(lambda: "r0" in third.running)
+    await world.until(lambda: "r0" in third.running)
     assert [one.job.request_id for one in third.warmed] == ["r0"]
 
 
@@ -206,7 +206,7 @@ async def test_a_stream_that_ends_while_it_is_pulled_leaves_nothing_behind(world
     await first.finish(ended)
     second.warms_when.set()
     await second.announce()
-    await world.pass_real(lambda: len(second.running) == 1)
+    await world.until(lambda: len(second.running) == 1)
     await world.pass_s(1.0)
     assert ended not in second.running
     warming = world.schedulers[0].migration._warming
@@ -219,7 +219,7 @@ async def test_a_stream_leaves_also_if_nobody_says_that_it_was_pulled(
     monkeypatch.setattr("millrace.scheduler.dispatch.migration._TIMEOUT_S", 0.1)
     first = await serving(world, "a")
     second = await _until_warmed(world, first)
-    await world.pass_real(lambda: "r0" in second.running)
+    await world.until(lambda: "r0" in second.running)
     assert second.running["r0"].kv_source is not None
 
 
@@ -229,7 +229,7 @@ async def test_an_operator_moves_what_runs_now_and_the_worker_goes_on(world: Wor
     await serving(world, "b")
     third = await serving(world, "c")
     await _move(world, first, third)
-    await world.pass_real(lambda: len(third.running) == 2)
+    await world.until(lambda: len(third.running) == 2)
     assert not first.running
     fillers = [f"f{number}" for number in range(6)]
     for name in fillers:
@@ -242,7 +242,7 @@ async def test_a_move_goes_nowhere_without_room(world: World) -> None:
     await _run(world, first, "r1", "r2")
     second = await serving(world, "b", num_slots=1)
     await _move(world, first)
-    await world.pass_real(lambda: len(second.running) == 1)
+    await world.until(lambda: len(second.running) == 1)
     await world.pass_s(1.0)
     assert len(first.running) == 1
     await second.finish_all()

@@ -78,7 +78,7 @@ async def test_the_next_run_goes_on_where_the_client_is(world: World) -> None:
     await world.until(lambda: len(first.running) == 3)
     await first.kill()
     second = await world.add_worker("a")
-    await world.pass_real(lambda: len(second.running) == 2 and world.num_stored == 2)
+    await world.until(lambda: len(second.running) == 2 and world.num_stored == 2)
     assert second.running["r1"].resume_token_ids == (9, 8, 7)
     assert second.running["unknown"].resume_token_ids == ()
     assert isinstance(world.terminal("gone"), Cancelled)
@@ -129,11 +129,9 @@ async def test_no_answer_counts_as_a_run_that_may_have_begun(world: World) -> No
     deaf = await world.add_worker("a")
     deaf.mute = True
     await world.client.jobs.publish(job("r1"))
-    await world.pass_real(
-        lambda: any(e.attempts.num_lost for e in world.schedulers[0].state.job_table)
-    )
+    await world.until(lambda: any(e.attempts.num_lost for e in world.schedulers[0].state.job_table))
     deaf.mute = False
-    await world.pass_real(lambda: "r1" in deaf.running)
+    await world.until(lambda: "r1" in deaf.running)
     assert deaf.running["r1"].epoch >= 2
 
 

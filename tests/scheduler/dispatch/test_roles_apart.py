@@ -46,7 +46,7 @@ async def test_a_long_prompt_is_computed_apart_and_its_stream_goes_on_where_it_d
     await world.pass_s(1.0)
     assert "r1" in prefilling.running, "its prompt is not computed so far"
     await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
+    await world.until(lambda: "r1" in decoding.running)
     source = decoding.running["r1"].kv_source
     assert source is not None
     assert (source.worker_id, source.num_tokens) == (prefilling.worker_id, 400)
@@ -67,19 +67,19 @@ async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
     await world.pass_s(0.2)
     assert not decoding.warmed, "that comes at once later"
     await tell_cached(world, prefilling, LONG, num_blocks=10, number=2)
-    await world.pass_real(lambda: bool(decoding.warmed))
+    await world.until(lambda: bool(decoding.warmed))
     await tell_cached(world, prefilling, LONG, num_blocks=20, number=3)
     await world.pass_s(0.2)
     assert len(decoding.warmed) == 1, "it pulls what there was"
     decoding.warms_when.set()
     await world.pass_s(0.1)
     await tell_cached(world, prefilling, LONG, num_blocks=22, number=4)
-    await world.pass_real(lambda: len(decoding.warmed) == 2)
+    await world.until(lambda: len(decoding.warmed) == 2)
     assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 352]
     assert {(warm.job.request_id, warm.token_ids) for warm in decoding.warmed} == {("r1", ())}
     assert "r1" in prefilling.running, "its prompt is not computed so far"
     await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
+    await world.until(lambda: "r1" in decoding.running)
     assert len(decoding.warmed) == 2, "what is missing is little"
 
 
@@ -89,7 +89,7 @@ async def _with_prompt_under_way(world: World) -> tuple[ScriptedWorker, Scripted
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)
     await tell_cached(world, prefilling, LONG, num_blocks=10)
-    await world.pass_real(lambda: bool(decoding.warmed))
+    await world.until(lambda: bool(decoding.warmed))
     return prefilling, decoding
 
 
@@ -98,7 +98,7 @@ async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leav
 ) -> None:
     prefilling, decoding = await _with_prompt_under_way(world)
     await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
+    await world.until(lambda: "r1" in decoding.running)
     assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 399]
 
 
@@ -110,7 +110,7 @@ async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_g
     other = await _in_role(world, "e", WorkerRole.DECODE, SLOW_PULL)
     await world.pass_s(5.0)
     await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in other.running)
+    await world.until(lambda: "r1" in other.running)
 
 
 async def test_a_stream_waits_at_its_prefill_worker_for_room_to_decode(world: World) -> None:
@@ -127,7 +127,7 @@ async def test_a_stream_waits_at_its_prefill_worker_for_room_to_decode(world: Wo
     await prefilling.finish("r2")
     decoding.rejection, decoding.num_slots = "", 4
     await decoding.announce()
-    await world.pass_real(lambda: "r1" in decoding.running)
+    await world.until(lambda: "r1" in decoding.running)
 
 
 async def test_a_stream_stays_without_a_decode_worker_or_a_pull(world: World) -> None:
@@ -154,5 +154,5 @@ async def test_a_stream_whose_prefilling_worker_dies_goes_on_where_it_can(world:
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)
     await prefilling.kill()
-    await world.pass_real(lambda: "r1" in decoding.running)
+    await world.until(lambda: "r1" in decoding.running)
     assert decoding.running["r1"].kv_source is None

@@ -85,7 +85,7 @@ async def test_a_worker_that_says_nothing_is_not_waited_for_long(world: World) -
     second.rejection, first.draining = "", True
     await world.pass_s(0.6)
     await first.announce()
-    await world.pass_real(lambda: "r1" in second.running)
+    await world.until(lambda: "r1" in second.running)
     (life,) = second.running["r1"].attempts
     assert (life.worker_id, life.device_us) == (first.worker_id, 0)
 
