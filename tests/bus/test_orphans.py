@@ -29,8 +29,12 @@ class Fleet:
         self.jobs: list[Job] = [JOB]
         self.found: list[str] = []
         self.bus = MemoryBus(self.broker)
-        self.watch = OrphanWatch(self.bus, self.clock, lambda: self.jobs, self.found.append)
+        self.watch = OrphanWatch(self.bus, self.clock, lambda: self.jobs, self._end)
         self.watch.grace_s = grace_s
+
+    def _end(self, request_id: str) -> None:
+        self.found.append(request_id)
+        self.jobs = [job for job in self.jobs if job.request_id != request_id]
 
     async def gateway(self, reply: str, *held: str) -> Subscription:
         """Start a gateway that holds the requests ``held`` addressed to ``reply``."""
@@ -137,7 +141,7 @@ async def test_the_grace_starts_again_after_an_outage_between_two_looks(fleet: F
 
 
 async def test_an_outage_during_a_question_says_nothing(fleet: Fleet) -> None:
-    await fleet.look()
+    await fleet.watch.look()
     fleet.clock.skip(GRACE_S)
     asking = asyncio.create_task(fleet.watch.look())
     await asyncio.sleep(0)
