@@ -182,6 +182,35 @@ async def test_a_superseded_run_is_told_of_with_what_it_took(demo: ServedModel) 
         assert not await b.records()
 
 
+@pytest.mark.parametrize("device_us", [70.0, 0.0])
+async def test_device_time_without_a_first_token_is_reported(
+    demo: ServedModel, device_us: float
+) -> None:
+    """A request superseded during its first step has used the device; another was only queued."""
+    ended: list[Ended] = []
+    async with bench(demo) as b:
+        await b.peer.control.subscribe_ended(ended.append)
+        await b.dispatch()
+        b.engine.took_us["r1:1"] = device_us
+        await b.command(Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2))
+        await eventually(lambda: bool(ended))
+        served = [(one.started_ns, one.device_us, one.prompt_tokens) for one in ended[0].served]
+        assert served == ([(0, 70, 0)] if device_us else [])
+
+
+async def test_a_replaced_run_without_a_first_token_keeps_its_device_time(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        b.engine.took_us["r1:1"] = 33.0
+        await b.dispatch(lease="$ACK.demo.2.1", epoch=65, resume_token_ids=(30,))
+        _end(b, 7.0, "r1:65")
+        record = await _record(b)
+        assert [(one.epoch, one.device_us) for one in record.attempts] == [(1, 33)]
+        assert record.device_us == 40
+
+
 async def test_what_is_given_back_is_told_of_with_what_it_took(demo: ServedModel) -> None:
     ended: list[Ended] = []
     async with bench(demo, drain_timeout_s=0.5) as b:

@@ -92,7 +92,7 @@ class DeviceTimes:
         to.attempts = former.attempts | to.attempts
 
         def note() -> None:
-            if former.timing.started_ns:
+            if former.timing.started_ns or former.accounting.device_use.total_us:
                 to.attempts[former.epoch] = attempt_of(
                     former, worker_id, former.timing.done_ns or at_ns
                 )

@@ -315,10 +315,14 @@ class Generation:
         return 0 if self.job.shares_prompt else len(self.prompt_token_ids)
 
     def pop_served(self) -> Served | None:
-        """Return the usage of this attempt, once. None if it never started, unless it failed
-        before.
+        """Return the usage of this attempt, once.
+
+        None if it never started, used no device time and did not fail. A request that is superseded
+        during its first step has device time without a start.
         """
-        if self.accounting.is_charged or not (self.timing.started_ns or is_failure(self.outcome)):
+        device_us = self.accounting.device_use.total_us
+        is_used = bool(self.timing.started_ns or device_us or is_failure(self.outcome))
+        if self.accounting.is_charged or not is_used:
             return None
         self.accounting.is_charged = True
         num_made = self.output.num_completion_tokens - self.output.num_resumed
@@ -334,7 +338,7 @@ class Generation:
             else self.timing.answer(self.outcome.status, self.job.received_ns, num_made),
             epoch=self.epoch,
             started_ns=self.timing.started_ns,
-            device_us=self.accounting.device_use.total_us,
+            device_us=device_us,
             energy_j=self.accounting.device_use.settle_energy(),
             prompt_tokens=num_prompt if self.timing.started_ns else 0,
             cached_tokens=self.accounting.num_found_tokens,
