@@ -377,7 +377,8 @@ async def delete(connection: Connection, stream: str, sequence: int) -> bool:
 
     An attempt with a lost answer counts as ours, so the message is answered in any case.
     """
-    body = msgspec.json.encode({"seq": sequence})
+    # By default the server overwrites the message on disk, which blocks its stream meanwhile.
+    body = msgspec.json.encode({"seq": sequence, "no_erase": True})
     answer, num_attempts = await connection.request_until(f"{API}.STREAM.MSG.DELETE.{stream}", body)
     try:
         _raise_error(answer)
