@@ -60,13 +60,29 @@ inline Shorts pair_for_all(const int16_t* inputs) {
   return (Shorts)(Ints{} + unaligned<int32_t>(inputs));
 }
 
+// Widens 32 bytes.
+inline Shorts shorts_of(const std::byte* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  // GCC makes more shuffles of the conversion below.
+  const auto* halves = reinterpret_cast<const __m128i*>(from);
+  const __m256i both[2] = {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)),
+                           _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+  return unaligned<Shorts>(both);
+#else
+  using Bytes = int8_t __attribute__((vector_size(2 * kLanes)));
+  return __builtin_convertvector(unaligned<Bytes>(from), Shorts);
+#endif
+}
+
 // Four pairs of codes of the octet `at` (0 to 3) of a block of a panel.
 template <Format kFormat>
 class CodeOctet {
  public:
   CodeOctet(const std::byte* block, int64_t at) {
-    if constexpr (kFormat == Format::kGroup8) {
-      from_ = block + at * 2 * kLineBytes;
+    if constexpr (kFormat == Format::kGroup8 || kFormat == Format::kGroupCodes) {
+      from_ = block + at * octet_bytes(kFormat);
     } else {
       nibbles_ = unaligned<HalfWords>(block + at * kLineBytes);
       const std::byte* more = block + 4 * kLineBytes;
@@ -81,9 +97,10 @@ class CodeOctet {
 
   // `k` is a constant of an unrolled loop.
   Shorts pair(int k) const {
-    if constexpr (kFormat == Format::kGroup8) {
-      using Bytes = int8_t __attribute__((vector_size(2 * kLanes)));
-      return __builtin_convertvector(unaligned<Bytes>(from_ + k * kLineBytes / 2), Shorts);
+    if constexpr (kFormat == Format::kGroupCodes) {
+      return unaligned<Shorts>(from_ + k * kLineBytes);
+    } else if constexpr (kFormat == Format::kGroup8) {
+      return shorts_of(from_ + k * kLineBytes / 2);
     } else {
       HalfWords codes = (nibbles_ >> static_cast<uint16_t>(4 * k)) & uint16_t{15};
       if constexpr (kFormat == Format::kGroup5) {
@@ -102,18 +119,21 @@ class CodeOctet {
   HalfWords nibbles_, high_;
 };
 
-// Rows of int16 and what belongs to them, see `prepare_group_row`.
+// Rows of int16 and what belongs to them, see `prepare_group_row`: those of the first row of a tile.
+// `stride` rows follow one another in each block, so that the addresses of a tile's rows differ by
+// constants.
 struct GroupRows {
   const int16_t* codes;
   const float* scales;
   const float* sums;
   const int32_t* starts;
+  int64_t stride;
 };
 
 // Adds to `sums` the products of kRows neighbouring `rows` with two panels of the number `panel`.
 // `ask` prefetches and is called once for each block.
 template <Format kFormat, int kRows, typename Ask>
-__attribute__((always_inline)) inline void sum_groups(const Weight& weight, const GroupRows& rows,
+__attribute__((always_inline)) inline void sum_groups(const Weight& weight, GroupRows rows,
                                                       int64_t num_inputs,
                                                       const std::byte* const (&panels)[2],
                                                       const int64_t (&panel)[2], Ask&& ask,
@@ -121,87 +141,115 @@ __attribute__((always_inline)) inline void sum_groups(const Weight& weight, cons
   // Few sums wait for one another, so they are split; integers can be added in any order.
   constexpr int kChains = kRows <= 2 ? 2 : 1;
   constexpr int64_t kStride = octet_bytes(kFormat) * kBlockInputs / kUnrolled;
-  const int64_t size = weight.group_inputs;
-  const int64_t num_groups = num_inputs / size, num_blocks = num_inputs / kBlockInputs;
+  const int64_t size = weight.group_inputs, num_groups = num_inputs / size;
+  const bool has_starts = weight.code_zero != 0;
   const std::byte *first = panels[0], *second = panels[1];
-  int64_t group = 0;
-  for (int64_t block = 0; block < num_blocks; ++block, first += kStride, second += kStride) {
+  int64_t at[2] = {panel[0] * num_groups * kLanes, panel[1] * num_groups * kLanes};
+  for (int64_t block = 0; block < num_inputs; block += kBlockInputs) {
     ask();
-    for (int64_t begin = 0; begin < kBlockInputs; begin += size, ++group) {
+    for (int64_t begin = 0; begin < kBlockInputs; begin += size) {
       Ints dots[kChains][kRows][2] = {};
-      if (rows.starts != nullptr) {
-        for (int r = 0; r < kRows; ++r) {
-          dots[0][r][0] = dots[0][r][1] = Ints{} + rows.starts[r * num_groups + group];
-        }
+      if (has_starts) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) dots[0][r][0] = dots[0][r][1] = Ints{} + rows.starts[r];
       }
-      for (int64_t at = begin / kUnrolled; at < (begin + size) / kUnrolled; ++at) {
-        const CodeOctet<kFormat> codes(first, at), more(second, at);
-        const int16_t* inputs = rows.codes + block * kBlockInputs + at * kUnrolled;
+      const int16_t* inputs = rows.codes + begin;
+      const int64_t end = (begin + size) / kUnrolled;
+      for (int64_t octet = begin / kUnrolled; octet < end; ++octet, inputs += kUnrolled) {
+        const CodeOctet<kFormat> codes(first, octet), more(second, octet);
 #pragma GCC unroll 4
         for (int k = 0; k < kUnrolled / 2; ++k) {
           const Shorts pair = codes.pair(k), other = more.pair(k);
           auto& chain = dots[k % kChains];
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) {
-            const Shorts both = pair_for_all(inputs + r * num_inputs + 2 * k);
+            const Shorts both = pair_for_all(inputs + r * kBlockInputs + 2 * k);
             chain[r][0] = plus_pair_products(chain[r][0], pair, both);
             chain[r][1] = plus_pair_products(chain[r][1], other, both);
           }
         }
       }
+#pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        const int64_t at = (panel[v] * num_groups + group) * kLanes;
-        const Floats scale = weight.load_scales(weight.scales, at);
+        const Floats scale = weight.load_scales(weight.scales, at[v]);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           Ints dot = dots[0][r][v];
           if constexpr (kChains > 1) dot += dots[1][r][v];
-          sums[r][v] += __builtin_convertvector(dot, Floats) *
-                        (scale * rows.scales[r * num_blocks + block]);
+          sums[r][v] += __builtin_convertvector(dot, Floats) * (scale * rows.scales[r]);
         }
         if (weight.offsets != nullptr) {
-          const Floats offset = weight.load_scales(weight.offsets, at);
-          for (int r = 0; r < kRows; ++r) sums[r][v] += offset * rows.sums[r * num_groups + group];
+          const Floats offset = weight.load_scales(weight.offsets, at[v]);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) sums[r][v] += offset * rows.sums[r];
         }
+        at[v] += kLanes;
+      }
+      rows.sums += rows.stride;
+      rows.starts += rows.stride;
+    }
+    first += kStride;
+    second += kStride;
+    rows.codes += rows.stride * kBlockInputs;
+    rows.scales += rows.stride;
+  }
+}
+
+// Converts a panel of codes to int16.
+template <Format kFormat>
+void widen_groups(const std::byte* from, int64_t num_inputs, std::byte* to) {
+  constexpr int64_t kStride = octet_bytes(kFormat) * kBlockInputs / kUnrolled;
+  for (int64_t block = 0; block < num_inputs; block += kBlockInputs, from += kStride) {
+    for (int64_t at = 0; at < kBlockInputs / kUnrolled; ++at) {
+      const CodeOctet<kFormat> codes(from, at);
+#pragma GCC unroll 4
+      for (int k = 0; k < kUnrolled / 2; ++k, to += kLineBytes) {
+        const Shorts pair = codes.pair(k);
+        std::memcpy(to, &pair, sizeof pair);
       }
     }
   }
 }
 
-inline int32_t sum(Ints values) {
-  int32_t total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += values[lane];
-  return total;
+inline int32_t sum(Ints v) {
+  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  return v[0] + v[1] + v[2] + v[3];
 }
 
-// Rounds a row for `weight` to `codes`, int16 [num_inputs], with `scales` [num_inputs / 32], which
-// are not finite for inputs that are not finite. For each of the weight's groups, `sums` gets the
-// sum of its codes times their scale, and `starts` the number at which a sum of products begins to
-// undo `code_zero`. `scratch` holds a row.
+// Rounds a row for `weight` to int16 `codes` with a scale for each 32 inputs, which is not finite
+// for inputs that are not finite. For each of the weight's groups, `sums` gets the sum of its codes
+// times their scale, and `starts` the number at which a sum of products begins to undo `code_zero`.
+// Blocks of a row, and its numbers of one block or group, are `stride` rows apart. `scratch` holds a
+// row.
 inline void prepare_group_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
-                              BFloat16* scratch, int16_t* codes, float* scales, float* sums,
-                              int32_t* starts) {
+                              int64_t stride, BFloat16* scratch, int16_t* codes, float* scales,
+                              float* sums, int32_t* starts) {
   row = in_order(weight, row, num_inputs, scratch);
   const int64_t per_group = weight.group_inputs / kLanes;
   for (int64_t block = 0; block < num_inputs; block += kBlockInputs) {
     const float largest = largest_magnitude(row + block, kBlockInputs) / kMostInt16;
     const float scale = largest == 0 ? 1.0f : largest;
-    *scales++ = scale;
+    *scales = scale;
     int32_t total = 0;
     for (int64_t half = 0; half < kBlockInputs / kLanes; ++half) {
-      const int64_t at = block + half * kLanes;
-      const Floats whole = to_integer(bounded(load(row + at) / scale, -kMostInt16, kMostInt16));
+      const Floats scaled = load(row + block + half * kLanes) / scale;
+      const Floats whole = to_integer(bounded(scaled, -kMostInt16, kMostInt16));
       const Ints integers = __builtin_convertvector(whole, Ints);
       using Half = int16_t __attribute__((vector_size(2 * kLanes)));
       const Half narrow = __builtin_convertvector(integers, Half);
-      std::memcpy(codes + at, &narrow, sizeof narrow);
+      std::memcpy(codes + half * kLanes, &narrow, sizeof narrow);
       total += sum(integers);
       if ((half + 1) % per_group == 0) {
-        *sums++ = scale * static_cast<float>(total);
-        *starts++ = -weight.code_zero * total;
+        *sums = scale * static_cast<float>(total);
+        *starts = -weight.code_zero * total;
         total = 0;
+        sums += stride;
+        starts += stride;
       }
     }
+    codes += stride * kBlockInputs;
+    scales += stride;
   }
 }
 
