@@ -24,31 +24,86 @@ namespace {
 constexpr int64_t kBlockInputs = 32;
 constexpr float kMostInt16 = 32767.0f;
 
-// A pair of codes, or of a row's numbers, for each of 16 outputs.
+// `Shorts` are pairs of codes, or of a row's numbers, and `Dots` sums of their products, both of 16
+// outputs. `HalfWords` are unsigned Shorts.
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+// GCC moves vectors that are wider than the CPU's through memory.
+template <typename Half>
+struct Twice {
+  Half low, high;
+  friend Twice operator<<(Twice v, uint16_t by) {
+    return {static_cast<Half>(v.low << by), static_cast<Half>(v.high << by)};
+  }
+  friend Twice operator>>(Twice v, uint16_t by) {
+    return {static_cast<Half>(v.low >> by), static_cast<Half>(v.high >> by)};
+  }
+  friend Twice operator&(Twice v, uint16_t mask) {
+    return {static_cast<Half>(v.low & mask), static_cast<Half>(v.high & mask)};
+  }
+  friend Twice operator|(Twice a, Twice b) {
+    return {static_cast<Half>(a.low | b.low), static_cast<Half>(a.high | b.high)};
+  }
+  friend Twice operator+(Twice a, Twice b) { return {a.low + b.low, a.high + b.high}; }
+};
+using HalfWords = Twice<uint16_t __attribute__((vector_size(2 * kLanes)))>;
+using HalfInts = int32_t __attribute__((vector_size(2 * kLanes)));
+using Shorts = Twice<HalfInts>;
+using Dots = Twice<HalfInts>;
+// Panels whose sums fit the registers together.
+constexpr int kPanelsAtOnce = 1;
+
+inline Shorts as_shorts(HalfWords codes) { return {(HalfInts)codes.low, (HalfInts)codes.high}; }
+inline Dots each(int32_t value) { return {HalfInts{} + value, HalfInts{} + value}; }
+inline Shorts pair_for_all(const int16_t* inputs) { return each(unaligned<int32_t>(inputs)); }
+
+inline Shorts shorts_of(const std::byte* from) {
+  const auto* bytes = reinterpret_cast<const __m128i*>(from);
+  return {(HalfInts)_mm256_cvtepi8_epi16(_mm_loadu_si128(bytes)),
+          (HalfInts)_mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1))};
+}
+
+inline HalfInts plus_pair_products(HalfInts sums, HalfInts codes, HalfInts inputs) {
+#if defined(__AVXVNNI__)
+  return (HalfInts)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)inputs);
+#else
+  return sums + (HalfInts)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+#endif
+}
+inline Dots plus_pair_products(Dots sums, Shorts codes, Shorts inputs) {
+  return {plus_pair_products(sums.low, codes.low, inputs.low),
+          plus_pair_products(sums.high, codes.high, inputs.high)};
+}
+
+inline Floats floats_of(Dots dots) {
+  using HalfFloats = float __attribute__((vector_size(2 * kLanes)));
+  const HalfFloats halves[2] = {__builtin_convertvector(dots.low, HalfFloats),
+                                __builtin_convertvector(dots.high, HalfFloats)};
+  return unaligned<Floats>(halves);
+}
+#else
 using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
 using HalfWords = uint16_t __attribute__((vector_size(4 * kLanes)));
+using Dots = Ints;
+constexpr int kPanelsAtOnce = 2;
 
-// Adds the two products of each pair.
-inline Ints plus_pair_products(Ints sums, Shorts codes, Shorts inputs) {
+inline Shorts as_shorts(HalfWords codes) { return (Shorts)codes; }
+inline Dots each(int32_t value) { return Ints{} + value; }
+inline Shorts pair_for_all(const int16_t* inputs) { return (Shorts)each(unaligned<int32_t>(inputs)); }
+
+inline Shorts shorts_of(const std::byte* from) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  using Bytes = int8_t __attribute__((vector_size(2 * kLanes)));
+  return __builtin_convertvector(unaligned<Bytes>(from), Shorts);
+#endif
+}
+
+inline Dots plus_pair_products(Dots sums, Shorts codes, Shorts inputs) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, (__m512i)inputs);
 #elif defined(__AVX512BW__)
   return sums + (Ints)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
-#elif defined(__AVX2__)
-  using Half = int16_t __attribute__((vector_size(2 * kLanes)));
-  const auto* code = reinterpret_cast<const Half*>(&codes);
-  const auto* input = reinterpret_cast<const Half*>(&inputs);
-  auto* sum = reinterpret_cast<__m256i*>(&sums);
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-#if defined(__AVXVNNI__)
-    sum[half] = _mm256_dpwssd_avx_epi32(sum[half], (__m256i)code[half], (__m256i)input[half]);
-#else
-    sum[half] = _mm256_add_epi32(sum[half],
-                                 _mm256_madd_epi16((__m256i)code[half], (__m256i)input[half]));
-#endif
-  }
-  return sums;
 #else
   const auto evens = [](Shorts pairs) { return (Ints)((Words)pairs << 16) >> 16; };
   const auto odds = [](Shorts pairs) { return (Ints)pairs >> 16; };
@@ -56,25 +111,8 @@ inline Ints plus_pair_products(Ints sums, Shorts codes, Shorts inputs) {
 #endif
 }
 
-inline Shorts pair_for_all(const int16_t* inputs) {
-  return (Shorts)(Ints{} + unaligned<int32_t>(inputs));
-}
-
-// Widens 32 bytes.
-inline Shorts shorts_of(const std::byte* from) {
-#if defined(__AVX512BW__)
-  return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__)
-  // GCC makes more shuffles of the conversion below.
-  const auto* halves = reinterpret_cast<const __m128i*>(from);
-  const __m256i both[2] = {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)),
-                           _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
-  return unaligned<Shorts>(both);
-#else
-  using Bytes = int8_t __attribute__((vector_size(2 * kLanes)));
-  return __builtin_convertvector(unaligned<Bytes>(from), Shorts);
+inline Floats floats_of(Dots dots) { return __builtin_convertvector(dots, Floats); }
 #endif
-}
 
 // Four pairs of codes of the octet `at` (0 to 3) of a block of a panel.
 template <Format kFormat>
@@ -102,15 +140,15 @@ class CodeOctet {
     } else if constexpr (kFormat == Format::kGroup8) {
       return shorts_of(from_ + k * kLineBytes / 2);
     } else {
-      HalfWords codes = (nibbles_ >> static_cast<uint16_t>(4 * k)) & uint16_t{15};
+      HalfWords codes = (nibbles_ >> static_cast<uint16_t>(4 * k)) & uint16_t{0xf};
       if constexpr (kFormat == Format::kGroup5) {
-        codes |= (high_ << static_cast<uint16_t>(4 - k)) & uint16_t{0x10};
+        codes = codes | ((high_ << static_cast<uint16_t>(4 - k)) & uint16_t{0x10});
       } else if constexpr (kFormat == Format::kGroup6) {
         const HalfWords placed = k < 2 ? high_ << static_cast<uint16_t>(4 - 2 * k)
                                        : high_ >> static_cast<uint16_t>(2 * k - 4);
-        codes |= placed & uint16_t{0x30};
+        codes = codes | (placed & uint16_t{0x30});
       }
-      return (Shorts)codes;
+      return as_shorts(codes);
     }
   }
 
@@ -143,53 +181,64 @@ __attribute__((always_inline)) inline void sum_groups(const Weight& weight, Grou
   constexpr int64_t kStride = octet_bytes(kFormat) * kBlockInputs / kUnrolled;
   const int64_t size = weight.group_inputs, num_groups = num_inputs / size;
   const bool has_starts = weight.code_zero != 0;
-  const std::byte *first = panels[0], *second = panels[1];
+  const std::byte* from[2] = {panels[0], panels[1]};
   int64_t at[2] = {panel[0] * num_groups * kLanes, panel[1] * num_groups * kLanes};
-  for (int64_t block = 0; block < num_inputs; block += kBlockInputs) {
-    ask();
-    for (int64_t begin = 0; begin < kBlockInputs; begin += size) {
-      Ints dots[kChains][kRows][2] = {};
-      if (has_starts) {
+  // Adds the products of a group of the panels from `v` on, whose inputs begin at `begin`.
+  const auto add_group = [&](int v, int64_t begin) {
+    Dots dots[kChains][kRows][kPanelsAtOnce];
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) dots[0][r][0] = dots[0][r][1] = Ints{} + rows.starts[r];
+    for (int r = 0; r < kRows; ++r) {
+      const Dots start = each(has_starts ? rows.starts[r] : 0);
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanelsAtOnce; ++p) {
+        dots[0][r][p] = start;
+        if constexpr (kChains > 1) dots[1][r][p] = each(0);
       }
-      const int16_t* inputs = rows.codes + begin;
-      const int64_t end = (begin + size) / kUnrolled;
-      for (int64_t octet = begin / kUnrolled; octet < end; ++octet, inputs += kUnrolled) {
-        const CodeOctet<kFormat> codes(first, octet), more(second, octet);
+    }
+    const int16_t* inputs = rows.codes + begin;
+    const int64_t end = (begin + size) / kUnrolled;
+    for (int64_t octet = begin / kUnrolled; octet < end; ++octet, inputs += kUnrolled) {
+      const CodeOctet<kFormat> codes(from[v], octet), more(from[v + kPanelsAtOnce - 1], octet);
 #pragma GCC unroll 4
-        for (int k = 0; k < kUnrolled / 2; ++k) {
-          const Shorts pair = codes.pair(k), other = more.pair(k);
-          auto& chain = dots[k % kChains];
+      for (int k = 0; k < kUnrolled / 2; ++k) {
+        const Shorts pair = codes.pair(k), other = more.pair(k);
+        auto& chain = dots[k % kChains];
 #pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) {
-            const Shorts both = pair_for_all(inputs + r * kBlockInputs + 2 * k);
-            chain[r][0] = plus_pair_products(chain[r][0], pair, both);
+        for (int r = 0; r < kRows; ++r) {
+          const Shorts both = pair_for_all(inputs + r * kBlockInputs + 2 * k);
+          chain[r][0] = plus_pair_products(chain[r][0], pair, both);
+          if constexpr (kPanelsAtOnce > 1) {
             chain[r][1] = plus_pair_products(chain[r][1], other, both);
           }
         }
       }
+    }
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const Floats scale = weight.load_scales(weight.scales, at[v]);
+    for (int p = 0; p < kPanelsAtOnce; ++p) {
+      const Floats scale = weight.load_scales(weight.scales, at[v + p]);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          Ints dot = dots[0][r][v];
-          if constexpr (kChains > 1) dot += dots[1][r][v];
-          sums[r][v] += __builtin_convertvector(dot, Floats) * (scale * rows.scales[r]);
-        }
-        if (weight.offsets != nullptr) {
-          const Floats offset = weight.load_scales(weight.offsets, at[v]);
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) sums[r][v] += offset * rows.sums[r];
-        }
-        at[v] += kLanes;
+      for (int r = 0; r < kRows; ++r) {
+        Dots dot = dots[0][r][p];
+        if constexpr (kChains > 1) dot = dot + dots[1][r][p];
+        sums[r][v + p] += floats_of(dot) * (scale * rows.scales[r]);
       }
+      if (weight.offsets != nullptr) {
+        const Floats offset = weight.load_scales(weight.offsets, at[v + p]);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) sums[r][v + p] += offset * rows.sums[r];
+      }
+      at[v + p] += kLanes;
+    }
+  };
+  for (int64_t block = 0; block < num_inputs; block += kBlockInputs) {
+    ask();
+    for (int64_t begin = 0; begin < kBlockInputs; begin += size) {
+      for (int v = 0; v < 2; v += kPanelsAtOnce) add_group(v, begin);
       rows.sums += rows.stride;
       rows.starts += rows.stride;
     }
-    first += kStride;
-    second += kStride;
+    from[0] += kStride;
+    from[1] += kStride;
     rows.codes += rows.stride * kBlockInputs;
     rows.scales += rows.stride;
   }
