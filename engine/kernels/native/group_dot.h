@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -52,6 +52,14 @@ using Dots = Twice<HalfInts>;
 // Panels whose sums fit the registers together.
 constexpr int kPanelsAtOnce = 1;
 
+template <typename V>
+inline V load_halves(const std::byte* from) {
+  return {unaligned<decltype(V::low)>(from), unaligned<decltype(V::low)>(from + kLineBytes / 2)};
+}
+inline void store_halves(std::byte* to, Shorts shorts) {
+  std::memcpy(to, &shorts.low, sizeof shorts.low);
+  std::memcpy(to + kLineBytes / 2, &shorts.high, sizeof shorts.high);
+}
 inline Shorts as_shorts(HalfWords codes) { return {(HalfInts)codes.low, (HalfInts)codes.high}; }
 inline Dots each(int32_t value) { return {HalfInts{} + value, HalfInts{} + value}; }
 inline Shorts pair_for_all(const int16_t* inputs) { return each(unaligned<int32_t>(inputs)); }
@@ -66,7 +74,10 @@ inline HalfInts plus_pair_products(HalfInts sums, HalfInts codes, HalfInts input
 #if defined(__AVXVNNI__)
   return (HalfInts)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)inputs);
 #else
-  return sums + (HalfInts)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  sums += (HalfInts)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  // Keeps the order of additions, in which no product waits in memory.
+  asm("" : "+x"(sums));
+  return sums;
 #endif
 }
 inline Dots plus_pair_products(Dots sums, Shorts codes, Shorts inputs) {
@@ -86,6 +97,11 @@ using HalfWords = uint16_t __attribute__((vector_size(4 * kLanes)));
 using Dots = Ints;
 constexpr int kPanelsAtOnce = 2;
 
+template <typename V>
+inline V load_halves(const std::byte* from) {
+  return unaligned<V>(from);
+}
+inline void store_halves(std::byte* to, Shorts shorts) { std::memcpy(to, &shorts, sizeof shorts); }
 inline Shorts as_shorts(HalfWords codes) { return (Shorts)codes; }
 inline Dots each(int32_t value) { return Ints{} + value; }
 inline Shorts pair_for_all(const int16_t* inputs) { return (Shorts)each(unaligned<int32_t>(inputs)); }
@@ -103,7 +119,10 @@ inline Dots plus_pair_products(Dots sums, Shorts codes, Shorts inputs) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)codes, (__m512i)inputs);
 #elif defined(__AVX512BW__)
-  return sums + (Ints)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
+  sums += (Ints)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
+  // Keeps the order of additions, in which no product waits in memory.
+  asm("" : "+v"(sums));
+  return sums;
 #else
   const auto evens = [](Shorts pairs) { return (Ints)((Words)pairs << 16) >> 16; };
   const auto odds = [](Shorts pairs) { return (Ints)pairs >> 16; };
@@ -122,12 +141,12 @@ class CodeOctet {
     if constexpr (kFormat == Format::kGroup8 || kFormat == Format::kGroupCodes) {
       from_ = block + at * octet_bytes(kFormat);
     } else {
-      nibbles_ = unaligned<HalfWords>(block + at * kLineBytes);
+      nibbles_ = load_halves<HalfWords>(block + at * kLineBytes);
       const std::byte* more = block + 4 * kLineBytes;
       if constexpr (kFormat == Format::kGroup5) {
-        high_ = unaligned<HalfWords>(more) >> static_cast<uint16_t>(4 * at);
+        high_ = load_halves<HalfWords>(more) >> static_cast<uint16_t>(4 * at);
       } else if constexpr (kFormat == Format::kGroup6) {
-        high_ = unaligned<HalfWords>(more + at / 2 * kLineBytes) >>
+        high_ = load_halves<HalfWords>(more + at / 2 * kLineBytes) >>
                 static_cast<uint16_t>(8 * (at % 2));
       }
     }
@@ -136,7 +155,7 @@ class CodeOctet {
   // `k` is a constant of an unrolled loop.
   Shorts pair(int k) const {
     if constexpr (kFormat == Format::kGroupCodes) {
-      return unaligned<Shorts>(from_ + k * kLineBytes);
+      return load_halves<Shorts>(from_ + k * kLineBytes);
     } else if constexpr (kFormat == Format::kGroup8) {
       return shorts_of(from_ + k * kLineBytes / 2);
     } else {
@@ -253,8 +272,7 @@ void widen_groups(const std::byte* from, int64_t num_inputs, std::byte* to) {
       const CodeOctet<kFormat> codes(from, at);
 #pragma GCC unroll 4
       for (int k = 0; k < kUnrolled / 2; ++k, to += kLineBytes) {
-        const Shorts pair = codes.pair(k);
-        std::memcpy(to, &pair, sizeof pair);
+        store_halves(to, codes.pair(k));
       }
     }
   }
