@@ -62,8 +62,8 @@ class DecoderShape(NamedTuple):
 class PagedCache(NamedTuple):
     """Contiguous memory of one layer of a ``KVCache``.
 
-    With ``is_int8``, entries are int8, and each block is followed by its scales. Otherwise entries
-    have the kernels' dtype.
+    With ``is_int8``, entries are int8, and each block is followed by its bfloat16 scales, see
+    ``KVCache.scales``. Otherwise entries have the kernels' dtype.
     """
 
     address: int
