@@ -162,8 +162,8 @@ class CpuKernels(CpuProducts):
     def likeliest(self, logits: torch.Tensor) -> list[int]:
         """Return the token of the largest logit of each row of ``logits`` [num_rows, vocab_size].
 
-        ``logits`` are float32. Of equal logits the first token wins. The result is -1 for a row with NaN, and for a row
-        whose largest logit is infinite.
+        ``logits`` are float32. Of equal logits the first token wins. The result is -1 for a row
+        with NaN, and for a row whose largest logit is infinite.
         """
         num_rows = len(logits)
         tokens = array("q", bytes(8 * num_rows))

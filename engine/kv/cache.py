@@ -19,7 +19,6 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart
 
-
 # Elements of a head that share a scale in int8; kScaleGroup in native/kv_cache.h.
 INT8_GROUP = 32
 

@@ -72,8 +72,7 @@ def unrounded_linear(
         return product if bias is None else product.add_(bias)
     product = rows.new_empty(len(rows), len(weight), dtype=torch.float32)
     wide = rows.float()
-    for outputs, part in zip(
-        product.split(_WIDENED_OUTPUTS, 1), weight.split(_WIDENED_OUTPUTS), strict=True
-    ):
-        torch.mm(wide, part.float().t(), out=outputs)
+    for begin in range(0, len(weight), _WIDENED_OUTPUTS):
+        outputs = slice(begin, begin + _WIDENED_OUTPUTS)
+        product[:, outputs] = wide @ weight[outputs].float().t()
     return product if bias is None else product.add_(bias)

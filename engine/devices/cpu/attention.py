@@ -324,7 +324,8 @@ def _rounded(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A scale is the largest magnitude of a group over 127, or NaN for a group that is not finite.
     """
     head_dim = heads.shape[-1]
-    groups = F.pad(heads, (0, -head_dim % INT8_GROUP)).unflatten(-1, (-1, INT8_GROUP))
+    padded = F.pad(heads, (0, -head_dim % INT8_GROUP))
+    groups = padded.view(*heads.shape[:-1], -1, INT8_GROUP)
     scales = (groups.abs().amax(-1) / _MOST_INT8).bfloat16()
     scales = torch.where(scales == 0, 1.0, scales)
     scales = torch.where(groups.isfinite().all(-1), scales, torch.nan)

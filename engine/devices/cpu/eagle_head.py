@@ -59,7 +59,8 @@ class FusedHead:
     def forward(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Compute a batch from the preceding features, float32 ``hidden``.
 
-        ``hidden`` is [num_tokens, hidden_size]. Overwrites ``hidden`` and returns the output for each token.
+        ``hidden`` is [num_tokens, hidden_size]. It is overwritten by the output for each token,
+        which is returned.
         """
         operations, layer = self._operations, self._weights.decoder.layers[0]
         embedded = self._decoder.embedding.index_select(0, batch.token_ids).float()

@@ -39,9 +39,7 @@ class Buffers(NamedTuple):
     finite: torch.Tensor
 
     @classmethod
-    def make(
-        cls, bounds: StepBounds, vocab_size: int, device: torch.device
-    ) -> Buffers:
+    def make(cls, bounds: StepBounds, vocab_size: int, device: torch.device) -> Buffers:
         sequences = bounds.num_sequences
         # Padding may add one sequence beyond the bound.
         largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)

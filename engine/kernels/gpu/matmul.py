@@ -30,9 +30,9 @@ def linear(
 
     ``weight`` is [num_outputs, num_inputs]. Adds ``bias`` [num_outputs] and ``residual`` [num_rows,
     num_outputs] if given; returns [num_rows, num_outputs] in ``dtype``, by default the rows' own.
-    Sums are in float32 and rounded once. Rows and weights may be strided, but each must be contiguous in itself.
-    With ``fixed`` it is batch-invariant: a row's result has the same bits for any other rows,
-    otherwise for equal shapes.
+    Sums are in float32 and rounded once. Rows and weights may be strided, but each must be
+    contiguous in itself. With ``fixed`` it is batch-invariant: a row's result has the same bits for
+    any other rows, otherwise for equal shapes.
 
     Up to MAX_SKINNY_ROWS rows read the weights once, and reading them is the limit.
     """

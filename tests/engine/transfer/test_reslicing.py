@@ -35,7 +35,9 @@ class Model(NamedTuple):
         def drawn(size: int) -> Whole:
             return draw.integers(0, 256, (*shape, size), dtype=np.uint8)
 
-        return cls(drawn(layout.head_bytes), drawn(layout.scale_bytes) if layout.scale_bytes else None)
+        return cls(
+            drawn(layout.head_bytes), drawn(layout.scale_bytes) if layout.scale_bytes else None
+        )
 
     def split(self, layout: BlockLayout, parts: list[BlockPart]) -> Blocks:
         """Return the blocks as they lie in the memory of ranks with these parts."""

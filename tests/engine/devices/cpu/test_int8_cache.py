@@ -156,7 +156,9 @@ def test_a_large_channel_of_keys_does_not_ruin_the_others(is_native: bool) -> No
         plain = TorchOperations(attention, epsilon=EPSILON)
         plain.attend(0, heads.clone(), None, plain.prepare(batch, rotation))
     table = batch.ranges[0].block_table
-    slots = torch.tensor([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(count)])
+    slots = torch.tensor(
+        [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(count)]
+    )
     errors = (attention.layer_tokens(0)[slots, 0, 0] - heads[:, 1]).float().square().mean(0).sqrt()
     beyond = slice(INT8_GROUP, None)  # elements that do not share a scale with the large one
     assert errors[beyond].max() < 0.02
