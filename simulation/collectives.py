@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-# Hidden states and logits are exchanged in 16 bits.
-_NUMBER_BYTES = 2
+# Hidden states are exchanged in 16 bits, logits in 32.
+_HIDDEN_BYTES, _LOGIT_BYTES = 2, 4
 # NCCL's model of a ring within one host, in seconds: base time of a collective, and time of each
 # step of the ring (baseLatencies and hwLatencies of src/graph/tuning.cc, v2.30.7, protocol LL,
 # NVLink).
@@ -53,8 +53,8 @@ def collective_times(shape: ModelShape, link: GroupLink, num_devices: int) -> Co
     """
     others = (num_devices - 1) / num_devices
     num_sums = 2 * shape.num_layers
-    sum_bytes = 2 * others * shape.hidden_size * _NUMBER_BYTES
-    logits_bytes = others * shape.vocab_size * _NUMBER_BYTES
+    sum_bytes = 2 * others * shape.hidden_size * _HIDDEN_BYTES
+    logits_bytes = others * shape.vocab_size * _LOGIT_BYTES
     # An all-reduce takes two rounds of the ring, a gather one.
     once = num_devices - 1
     latency_s = num_sums * link.latency_of(2 * once) + link.latency_of(once)

@@ -79,7 +79,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
         config,
         dtype=dtype,
         device=device,
-        product=Arithmetic(dtype, kernels, choose_product(kernels, config)).makers[0],
+        product=Arithmetic(dtype, kernels, choose_product(kernels, config)).makers.product,
     )
     columns = config.num_attention_heads * config.head_dim
     rates = machine_rates()

@@ -212,7 +212,7 @@ def _scaled_mm(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number
     operands = _operands(scope, layout, shape, num_rows, number)
     scales = operands.weight.scales.view(1, -1)
     return Work(
-        lambda: library_linear(operands.rounded, operands.packed, scales, None),
+        lambda: library_linear(operands.rounded, operands.packed, scales, None, torch.bfloat16),
         returned,
         operands.expected,
     )

@@ -23,6 +23,7 @@ from millrace.simulation.world import simulate
 
 # Bytes of a weight, a hidden state, a key or a value, in bfloat16.
 NUMBER_BYTES = 2
+LOGIT_BYTES, TOKEN_BYTES = 4, 4
 TPOT_MS = 40.0
 
 
@@ -204,12 +205,12 @@ def step_of(group: Group, batch: int, context: int, device: Device = H200) -> St
 def head_gather(group: Group, batch: int, context: int, device: Device = H200) -> HeadGather:
     """Return the cost of a gather of all logits, and of candidates.
 
-    Of each row and rank, ``NUM_CANDIDATES`` candidates have a number and a logit each, as 2 and 4
-    bytes, in place of all logits.
+    Of each row and rank, ``NUM_CANDIDATES`` candidates have a token and a logit each, in place of
+    all logits.
     """
-    logits_s = _all_gather_s(group, batch * group.model.vocab_size, device)
-    numbers = batch * group.num_ranks * NUM_CANDIDATES * 3
-    candidates_s = _all_gather_s(group, numbers, device)
+    logits_s = _all_gather_s(group, batch * group.model.vocab_size * LOGIT_BYTES, device)
+    num_candidates = batch * group.num_ranks * NUM_CANDIDATES
+    candidates_s = _all_gather_s(group, num_candidates * (LOGIT_BYTES + TOKEN_BYTES), device)
     return HeadGather(
         group=group.name,
         batch=batch,
@@ -229,7 +230,7 @@ def _stage(group: Group, stage: int, rows: int, context: int, device: Device) ->
     exchange_s = 2 * num_layers * _all_reduce_s(group, rows, device)
     if stage == group.num_stages - 1:
         parameters += model.head_parameters
-        exchange_s += _all_gather_s(group, rows * model.vocab_size, device)
+        exchange_s += _all_gather_s(group, rows * model.vocab_size * LOGIT_BYTES, device)
     read_s = parameters * NUMBER_BYTES / ranks / device.bytes_per_s
     products_s = 2 * parameters * rows / ranks / device.flop_per_s
     kv_bytes = rows * context * model.kv_bytes_per_token / group.num_devices
@@ -252,10 +253,9 @@ def _all_reduce_s(group: Group, rows: int, device: Device) -> float:
     return latency_s + 2 * others / group.num_ranks * num_bytes / device.nvlink_bytes_per_s
 
 
-def _all_gather_s(group: Group, num_numbers: int, device: Device) -> float:
+def _all_gather_s(group: Group, num_bytes: int, device: Device) -> float:
     others = group.num_ranks - 1
     latency_s = device.ring_base_s + others * device.ring_hop_s
-    num_bytes = num_numbers * NUMBER_BYTES
     return latency_s + others / group.num_ranks * num_bytes / device.nvlink_bytes_per_s
 
 
@@ -267,9 +267,9 @@ def _hops_s(group: Group, rows: int, device: Device) -> float:
     """
     if group.num_stages == 1:
         return 0.0
-    num_numbers = rows * group.model.hidden_size
-    slice_s = num_numbers * NUMBER_BYTES / group.num_ranks / device.network_bytes_per_s
-    hop_s = device.network_s + slice_s + _all_gather_s(group, num_numbers, device)
+    num_bytes = rows * group.model.hidden_size * NUMBER_BYTES
+    slice_s = num_bytes / group.num_ranks / device.network_bytes_per_s
+    hop_s = device.network_s + slice_s + _all_gather_s(group, num_bytes, device)
     return (group.num_stages - 1) * hop_s + device.network_s
 
 

@@ -255,7 +255,7 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
             raise AssertionError(f"{len(rows)} rows are computed")
 
     kernels = CpuKernels(cpu_library(), torch.bfloat16)
-    product, quantized = Arithmetic(torch.bfloat16, kernels, has_own_products=True).makers
+    makers = Arithmetic(torch.bfloat16, kernels, has_own_products=True).makers
 
     def load(path: Path) -> DecoderWeights:
         return load_weights(
@@ -263,8 +263,9 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
             read_model_config(path),
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
-            product=product,
-            quantized=quantized,
+            product=makers.product,
+            head_product=makers.head,
+            quantized=makers.quantized,
             shard=Shard(Alone.rank, Alone.size),
             collectives=Alone(),
         )

@@ -21,7 +21,7 @@ _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "millrace_rms_norm": (_INT, *(_POINTER,) * 3, *(_INT64,) * 2, _FLOAT),
     "millrace_swiglu": (_INT, *(_POINTER,) * 2, *(_INT64,) * 2),
-    "millrace_likeliest": (_INT, _POINTER, *(_INT64,) * 2, _POINTER),
+    "millrace_likeliest": (_POINTER, *(_INT64,) * 2, _POINTER),
     "millrace_rotate_store": (
         *(_INT, *(_POINTER,) * 5, _FLOAT),
         *(*(_POINTER,) * 2, *(_INT64,) * 5, _INT),
@@ -30,7 +30,7 @@ _SIGNATURES = {
         *(_INT, _POINTER, _INT64, *(_POINTER,) * 5),
         *(*(_INT64,) * 6, _FLOAT, _INT),
     ),
-    "millrace_multiply": (*(_POINTER,) * 3, *(_INT64,) * 3, _INT),
+    "millrace_multiply": (*(_POINTER,) * 3, *(_INT64,) * 3, *(_INT,) * 2),
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
         *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT, _POINTER, _INT64, _POINTER, _INT64),
@@ -62,8 +62,8 @@ class DecoderShape(NamedTuple):
 class PagedCache(NamedTuple):
     """Contiguous memory of one layer of a ``KVCache``.
 
-    With ``is_int8``, entries are int8, and each block is followed by its scales. Otherwise entries
-    have the kernels' dtype.
+    With ``is_int8``, entries are int8, and each block is followed by its bfloat16 scales, see
+    ``KVCache.scales``. Otherwise entries have the kernels' dtype.
     """
 
     address: int
@@ -106,14 +106,16 @@ class CpuProducts:
     ) -> None:
         """Multiply ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
 
-        ``out`` is [num_rows, num_outputs], or half as wide with SwiGLU. The product is
-        batch-invariant: a row's result has the same bits for any other rows.
+        ``out`` is [num_rows, num_outputs], or half as wide with SwiGLU. It is bfloat16, or without
+        SwiGLU float32, which gets the sums without rounding. The product is batch-invariant: a
+        row's result has the same bits for any other rows.
         """
         self._multiply(
             rows.data_ptr(),
             weight.address,
             out.data_ptr(),
             *(rows.shape[0], weight.num_inputs, weight.num_outputs, finish),
+            out.dtype is torch.float32,
         )
 
 
@@ -136,8 +138,11 @@ class CpuKernels(CpuProducts):
         self._type = _TYPES[dtype]
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width]."""
-        out = torch.empty_like(rows)
+        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width].
+
+        ``rows`` are float32.
+        """
+        out = torch.empty_like(rows, dtype=weight.dtype)
         self._rms_norm(
             self._type,
             rows.data_ptr(),
@@ -157,12 +162,12 @@ class CpuKernels(CpuProducts):
     def likeliest(self, logits: torch.Tensor) -> list[int]:
         """Return the token of the largest logit of each row of ``logits`` [num_rows, vocab_size].
 
-        Of equal logits the first token wins. The result is -1 for a row with NaN, and for a row
-        whose largest logit is infinite.
+        ``logits`` are float32. Of equal logits the first token wins. The result is -1 for a row
+        with NaN, and for a row whose largest logit is infinite.
         """
         num_rows = len(logits)
         tokens = array("q", bytes(8 * num_rows))
-        self._likeliest(self._type, logits.data_ptr(), *logits.shape, tokens.buffer_info()[0])
+        self._likeliest(logits.data_ptr(), *logits.shape, tokens.buffer_info()[0])
         return tokens.tolist()
 
     def rotate_store(
@@ -253,7 +258,7 @@ class CpuKernels(CpuProducts):
         inputs: torch.Tensor | None = None,
         ranks: SharedRanks | None = None,
     ) -> None:
-        """Compute all layers for a flat batch; replaces ``hidden`` [num_tokens, hidden_size].
+        """Compute all layers for a flat batch; replaces float32 ``hidden``.
 
         Args:
             layers: int64 [num_layers, 10], addresses in the order of ``Layer`` in decoder_step.h (0

@@ -57,8 +57,15 @@ class Linear(ABC):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
 
+    @abstractmethod
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply as a call does, and return the sums in float32 without rounding."""
+
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
+        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``.
+
+        ``total`` has the dtype of ``rows``, or is float32.
+        """
         return total.add_(self(rows))
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
@@ -103,11 +110,18 @@ class HeadNorms(NamedTuple):
 class Operations(Protocol[BatchT_contra, MetadataT]):
     """Operations of a decoder besides matrix products; implementations call the kernels."""
 
+    @property
+    def has_wide_residual(self) -> bool:
+        """True if the residual stream is float32, False if it has the weights' dtype."""
+
     def prepare(self, batch: BatchT_contra, rotation: Rotation) -> MetadataT:
         """Compute the parts of a step that are the same in all layers."""
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width]."""
+        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width].
+
+        ``rows`` are of the residual stream; the result has the weight's dtype.
+        """
 
     def add_norm(
         self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor

@@ -70,6 +70,7 @@ def transfer_identity(
     parts = (
         weights_fingerprint(path, config.quantization, config.kv_cache_dtype),
         str(cache.data.dtype),
+        f"{cache.layout.scale_bytes} bytes of scales",
         f"{cache.block_size_tokens} tokens",
         metadata.version("millrace"),
         "of any ranks",

@@ -19,6 +19,9 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart
 
+# Elements of a head that share a scale in int8; kScaleGroup in native/kv_cache.h.
+INT8_GROUP = 32
+
 
 class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag="copy_block"):
     """Command to copy the contents of block ``source`` to block ``target``."""
@@ -94,8 +97,10 @@ class KVCache:
             positions are still multiplied (by zero); NaN that was written has to be removed by
             ``scrub``.
         null_block: The last block, which is never written. Block tables are padded with it.
-        scales: float32 [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads], factors of
-            8-bit entries, NaN where an entry is not finite. None if entries are wider.
+        scales: Factors of 8-bit entries, NaN where an entry is not finite: of float8, float32
+            [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads]; of int8, bfloat16
+            [..., num_kv_heads, num_groups], one for each INT8_GROUP elements of a head, the last of
+            which may be fewer. None if entries are wider.
         blocks: [num_layers, num_blocks + 1, bytes], all data of a block in a layer in one piece,
             first its entries and then its scales.
         part_layers: Number of layers of each part. The cache of a group has the layers and heads of
@@ -167,10 +172,12 @@ class KVCache:
         data = self.blocks[:, :, : layout.data_bytes].view(dtype)
         self.data = data.view(*shape, *pairs, config.head_dim)
         self.scales: torch.Tensor | None = None
-        if layout.has_scales:
-            end = layout.scales_at + layout.num_vectors * torch.float32.itemsize
-            scales = self.blocks[:, :, layout.scales_at : end].view(torch.float32)
-            self.scales = scales.view(*shape, *pairs)
+        if layout.scale_bytes:
+            scales = self.blocks[:, :, layout.scales_at : layout.scales_end]
+            if dtype is torch.int8:
+                self.scales = scales.view(torch.bfloat16).view(*shape, *pairs, -1)
+            else:
+                self.scales = scales.view(torch.float32).view(*shape, *pairs)
         # Blocks are copied in words of eight bytes if their size allows it.
         self._words = self.blocks.view(torch.int64 if layout.size_bytes % 8 == 0 else torch.uint8)
 
@@ -253,8 +260,15 @@ def _layout(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> 
         block_size_tokens,
         config.num_key_value_heads,
         config.head_dim * dtype.itemsize,
-        has_scales=dtype.itemsize == 1,
+        scale_bytes=_scale_bytes(config.head_dim, dtype),
     )
+
+
+def _scale_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the scales of a key or a value."""
+    if dtype is torch.int8:
+        return -(-head_dim // INT8_GROUP) * torch.bfloat16.itemsize
+    return torch.float32.itemsize if dtype.itemsize == 1 else 0
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

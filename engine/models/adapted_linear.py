@@ -30,6 +30,12 @@ class AdaptedLinear(Linear):
         self._add(rows, out)
         return out
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs]."""
+        out = self._linear.unrounded(rows)
+        self._add(rows, out)
+        return out
+
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
         total = self._linear.plus(total, rows)

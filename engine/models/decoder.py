@@ -114,6 +114,11 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._weights.dtype
 
     @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Dtype of the hidden states between layers: the weights', or float32 on a CPU."""
+        return torch.float32 if self._operations.has_wide_residual else self.dtype
+
+    @property
     def embedding(self) -> torch.Tensor:
         """Embedding: [vocab_size, hidden_size], a rank's part, or no rows on later stages."""
         return self._weights.embedding
@@ -140,7 +145,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return tuple(np.sum(loads, axis=0).tolist()) if loads else ()
 
     def forward(self, batch: BatchT_contra, adapters: RowAdapters | None = None) -> torch.Tensor:
-        """Compute the hidden states of a batch: [num_tokens, hidden_size] in the weights' dtype.
+        """Compute the hidden states of a batch: [num_tokens, hidden_size] in ``hidden_dtype``.
 
         Rows with one of ``adapters``, made by ``adapter``, are computed by its fine-tuned model.
         """
@@ -151,8 +156,8 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     ) -> torch.Tensor:
         """Apply the layers to ``hidden``, which may be overwritten.
 
-        ``hidden`` is a contiguous [num_tokens, hidden_size] in the weights' dtype. The batch's
-        token ids are not read.
+        ``hidden`` is a contiguous [num_tokens, hidden_size] in ``hidden_dtype``. The batch's token
+        ids are not read.
         """
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
@@ -175,13 +180,13 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         """Look up ``token_ids`` int64 [num_tokens]: [num_tokens, hidden_size]."""
         embedding = self._weights.embedding
         if self._collectives is None:
-            return embedding.index_select(0, token_ids)
+            return embedding.index_select(0, token_ids).to(self.hidden_dtype)
         own = token_ids - self._first_token
         is_elsewhere = (own < 0) | (own >= len(embedding))
         hidden = embedding.index_select(0, own.clamp(0, len(embedding) - 1))
         hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
         self._collectives.all_reduce(hidden)
-        return hidden
+        return hidden.to(self.hidden_dtype)
 
     def _forward_adapted(
         self, hidden: torch.Tensor, products: AdaptedProducts, metadata: MetadataT
@@ -226,12 +231,13 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._operations.rms_norm(hidden, self._weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits [num_rows, vocab_size] of rows of ``forward``, in the weights' dtype.
+        """Compute logits, float32 [num_rows, vocab_size], of rows of ``forward``.
 
+        They are the sums of the products without rounding: bfloat16 would make close logits equal.
         One of several ranks computes the logits of its own tokens.
         """
         assert self._weights.head is not None, "the checkpoint has no head for logits"
-        return self._weights.head(self.normed(hidden))
+        return self._weights.head.unrounded(self.normed(hidden))
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor:
         """Compute labels, float32 [num_rows, num_labels], of ``normed``, before any activation."""

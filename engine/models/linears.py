@@ -11,7 +11,7 @@ from millrace.engine.kernels.cpu import CpuProducts, Finish
 from millrace.engine.kernels.gpu.kernel_set import KernelSet
 from millrace.engine.kernels.operations import Collectives, Linear, SwiGLU, WeightSize
 from millrace.engine.kernels.packed_weight import PANEL_OUTPUTS, PackedWeight, pack_weight
-from millrace.engine.quantization.linear import DequantizedLinear
+from millrace.engine.quantization.linear import DequantizedLinear, unrounded_linear
 from millrace.engine.quantization.packing import can_be_packed, pack_quantized
 from millrace.engine.quantization.weight import QuantizedWeight
 
@@ -49,8 +49,21 @@ class Projection(Linear):
             return _linear(rows, self._weight, self._bias, "none", [], "")
         return F.linear(rows, self._weight, self._bias)
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs].
+
+        oneDNN rounds every product to bfloat16, so the weight is widened for the call.
+        """
+        weight = self._weight.to_dense() if self._packed else self._weight
+        return unrounded_linear(rows, weight, self._bias)
+
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
+        """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``.
+
+        oneDNN rounds the projection before it is added to a float32 ``total``.
+        """
+        if total.dtype is not rows.dtype:
+            return total.add_(self(rows))
         if self._packed:
             return _linear_with(rows, total, self._weight, self._bias, "add")
         total.addmm_(rows, self._weight.t())
@@ -78,6 +91,11 @@ class PackedProjection(Linear):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._into(rows.new_empty(len(rows), self.weight.num_outputs), rows, Finish.WRITE)
+
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs], the kernel's own sums."""
+        shape = (len(rows), self.weight.num_outputs)
+        return self._into(rows.new_empty(shape, dtype=torch.float32), rows, Finish.WRITE)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
@@ -127,6 +145,14 @@ class DeviceLinear(Linear):
             return self._kernels.linear(rows, self._weight, self._bias, fixed=self._fixed)
         return F.linear(rows, self._weight, self._bias)
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs]."""
+        if self._is_ours(len(rows)):
+            return self._kernels.linear(
+                rows, self._weight, self._bias, fixed=self._fixed, dtype=torch.float32
+            )
+        return unrounded_linear(rows, self._weight, self._bias)
+
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
         if self._is_ours(len(rows)):
@@ -163,6 +189,21 @@ class ReducedLinear(Linear):
         part = self.linear(rows)
         self.collectives.all_reduce(part)
         return part
+
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs]."""
+        part = self.linear.unrounded(rows)
+        self.collectives.all_reduce(part)
+        return part
+
+    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``.
+
+        Parts are exchanged in the dtype of ``total``.
+        """
+        if total.dtype is rows.dtype:
+            return total.add_(self(rows))
+        return self.plus_parts(total, self.linear.plus(torch.zeros_like(total), rows))
 
     def plus_parts(self, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return ``total`` plus the sum of the ranks' parts; may overwrite both arguments.

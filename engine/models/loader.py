@@ -94,6 +94,7 @@ def load_weights(
     device: torch.device,
     source: TensorSource | None = None,
     product: MakeLinear = Projection,
+    head_product: MakeLinear | None = None,
     experts: MakeExperts | None = None,
     quantized: MakeQuantized | None = None,
     quantize: Quantize | None = None,
@@ -113,6 +114,7 @@ def load_weights(
         device: Device of all weights.
         source: Tensors to read in place of ``path``'s; all of them are wide.
         product: Maker of linear maps with wide weights.
+        head_product: Maker of a wide head; None for ``product``.
         experts: Maker of mixtures; None to compute one expert after another by ``product``.
         quantized: Maker of linear maps with quantized weights; None to widen them to ``dtype``.
         quantize: Quantizer of wide weights of attention, MLPs and experts. Experts of mixtures stay
@@ -167,7 +169,8 @@ def load_weights(
         final_norm = reader.tensor(prefix + _FINAL_NORM, (config.hidden_size,))
         if config.has_head:
             weight = _head_weight(reader, config, prefix, embedding)
-            head = linear_of(weight, None, makers, quantize_head)
+            of_head = makers._replace(product=head_product or product)
+            head = linear_of(weight, None, of_head, quantize_head)
         else:
             reader.skip_weight(_HEAD)
     # The last stage's output returns to the first stage, which pools it.

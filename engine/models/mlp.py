@@ -100,7 +100,7 @@ def plus_mlp(
 
 
 def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> torch.Tensor:
-    """Compute a mixture, one expert after another.
+    """Compute a mixture, one expert after another, to float32 [num_rows, hidden_size].
 
     Rows are sorted by expert, so that each chosen expert runs once over its rows. A row's results
     are summed in the order of its choices, independent of the rest of the batch.
@@ -122,15 +122,16 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
         order = order[before : before + sum(counts)]
     sorted_rows = rows.index_select(0, order // mixture.num_chosen)
     computed = [
-        expert.down(expert.gate_up.gated(own, swiglu))
+        expert.down.plus(
+            torch.zeros(own.shape, dtype=torch.float32), expert.gate_up.gated(own, swiglu)
+        )
         for expert, own in zip(mixture.experts, torch.split(sorted_rows, counts), strict=True)
         if len(own)
     ]
-    if is_whole:
-        results = torch.empty_like(sorted_rows)
-    else:
-        results = rows.new_zeros(len(flat), rows.shape[1])
+    # Results of experts on other ranks stay 0.
+    make = torch.empty if is_whole else torch.zeros
+    results = make(len(flat), rows.shape[1], dtype=torch.float32)
     if computed:
         results.index_copy_(0, order, torch.cat(computed))
     by_choice = results.view(len(rows), mixture.num_chosen, -1)
-    return by_choice.mul_(weights.to(rows.dtype).unsqueeze(-1)).sum(1)
+    return by_choice.mul_(weights.unsqueeze(-1)).sum(1)

@@ -72,8 +72,8 @@ def adapter_numbers(adapters: RowAdapters | None) -> list[int]:
 class StepResult(NamedTuple):
     """Result of a step.
 
-    ``logits`` [num_wanted, vocab_size] are of the requested rows; ``states`` [num_tokens,
-    hidden_size] are all rows after the final norm, if requested.
+    ``logits``, float32 [num_wanted, vocab_size], are of the requested rows; ``states`` [num_tokens,
+    hidden_size] are all rows after the final norm, if requested, in the weights' dtype.
     """
 
     logits: torch.Tensor
@@ -149,15 +149,15 @@ class Pipeline:
         with self._lead.together():
             self._last.wait_written(number, bound=True)
             parts = [
-                self._rows(self._last.part(number, rank), num_wanted, width)
+                _rows(self._last.part(number, rank), num_wanted, width, torch.float32)
                 for rank, width in enumerate(self._widths)
             ]
             logits = torch.cat(parts, 1)
             states = None
             if wants_states:
-                begin = num_wanted * self._widths[0] * self._dtype.itemsize
+                begin = num_wanted * self._widths[0] * torch.float32.itemsize
                 part = self._last.part(number)[begin:]
-                states = self._rows(part, num_tokens, self._hidden_size).clone()
+                states = _rows(part, num_tokens, self._hidden_size, self._dtype).clone()
             self._last.done(number)
         return StepResult(logits, states)
 
@@ -167,11 +167,12 @@ class Pipeline:
             with self._lead.together():
                 self._last.wait_written(self._num_sent - 1, bound=True)
 
-    def _rows(self, part: memoryview, num_rows: int, width: int) -> torch.Tensor:
-        dtype = self._dtype
-        if not num_rows:
-            return torch.empty(0, width, dtype=dtype)
-        return torch.frombuffer(part, dtype=dtype, count=num_rows * width).view(num_rows, width)
+
+def _rows(part: memoryview, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows at the start of ``part``, in the same memory."""
+    if not num_rows:
+        return torch.empty(0, width, dtype=dtype)
+    return torch.frombuffer(part, dtype=dtype, count=num_rows * width).view(num_rows, width)
 
 
 class GroupParts(NamedTuple):
@@ -248,7 +249,7 @@ class GroupRunner(ModelRunner):
         Raises RankLostError.
         """
         if not len(hidden):
-            return hidden.new_empty(0, sum(self._widths))
+            return torch.empty(0, sum(self._widths))
         assert self._ranks is not None, "the last of several stages makes logits"
         with self._lead.together():
             self._ranks.post(*encode_logits(hidden))
@@ -300,7 +301,7 @@ class PipelineRunner(GroupRunner):
             hidden = self._forward(batch, batch.adapters)
             sent = self._pipeline.send(batch, hidden, wanted, wants_states=bool(batch.pooled))
             pooled_places = places_of(batch.pooled)
-            logits = torch.empty(num_sampled, self.config.vocab_size, dtype=self._decoder.dtype)
+            logits = torch.empty(num_sampled, self.config.vocab_size)
         pooled: list[PooledChunk] = []
         scores: list[ScoredChunk] = []
 

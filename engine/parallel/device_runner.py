@@ -162,9 +162,7 @@ class PipelineGroupRunner(DeviceGroupRunner):
         self._num_kept += told.keeps_states
         number = self._num_kept
         places = places_of(layout.pooled)
-        logits = torch.empty(
-            len(choice.host_places), self.config.vocab_size, dtype=self._decoder.dtype
-        )
+        logits = torch.empty(len(choice.host_places), self.config.vocab_size)
         pooled: list[PooledChunk] = []
         scored: list[ScoredChunk] = []
 
@@ -219,10 +217,10 @@ class PipelineGroupRunner(DeviceGroupRunner):
     def _rows(self, rows: torch.Tensor, number: int, *, makes_logits: bool) -> torch.Tensor:
         """Fetch logits or normed states of some rows (int64, on the host) of a step."""
         config = self.config
-        width = config.vocab_size if makes_logits else config.hidden_size
+        width, dtype = config.hidden_size, self._decoder.dtype
+        if makes_logits:
+            width, dtype = config.vocab_size, torch.float32
         self._lead.post(WantedRows(rows.numpy(), makes_logits, self._num_kept - number))
-        made = torch.empty(
-            len(rows), width, dtype=self._decoder.dtype, device=self._device.torch_device
-        )
+        made = torch.empty(len(rows), width, dtype=dtype, device=self._device.torch_device)
         self._links.receive_rows(made)
         return made

@@ -35,6 +35,10 @@ class RoundedLinear(Linear):
         """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._linear(self._rounding(rows))
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply to float32 [num_rows, num_outputs]."""
+        return self._linear.unrounded(self._rounding(rows))
+
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
         return self._linear.plus(total, self._rounding(rows))

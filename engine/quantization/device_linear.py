@@ -46,12 +46,17 @@ class QuantizedDeviceLinear(Linear):
             self._library_scales = self._weight.scales.float()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(rows, None)
+        return self._multiplied(rows, None, self._dtype)
+
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._multiplied(rows, None, torch.float32)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(rows, total)
+        return self._multiplied(rows, total, self._dtype)
 
-    def _multiplied(self, rows: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    def _multiplied(
+        self, rows: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         if self._order is not None:
             rows = rows.index_select(1, self._order)
         operand = rounded(rows, self._rounding)
@@ -60,14 +65,14 @@ class QuantizedDeviceLinear(Linear):
             and isinstance(operand, RoundedRows)
             and prefers_library(len(rows))
         ):
-            result = library_linear(operand, self._weight, self._library_scales, self._bias)
+            result = library_linear(operand, self._weight, self._library_scales, self._bias, dtype)
             return result if total is None else total.add_(result)
         return quantized_linear(
             operand,
             self._weight,
             self._bias,
             residual=total,
-            dtype=self._dtype,
+            dtype=dtype,
             fixed=self._fixed,
         )
 

@@ -10,6 +10,9 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from millrace.engine.kernels.operations import Linear, WeightSize, total_size
 from millrace.engine.quantization.weight import QuantizedWeight
 
+# Outputs whose weights are widened at a time.
+_WIDENED_OUTPUTS = 4096
+
 # Maker of a product from a quantized weight and a bias [num_outputs] or None.
 MakeQuantized = Callable[[QuantizedWeight, torch.Tensor | None], Linear]
 
@@ -33,6 +36,9 @@ class DequantizedLinear(Linear):
         operand = rows if self._rounding is None else self._rounding(rows)
         return F.linear(operand, self._weight, self._bias)
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return unrounded_linear(self._round(rows), self._weight, self._bias)
+
 
 class SplitLinear(Linear):
     """Linear maps of the same rows whose outputs follow each other.
@@ -47,3 +53,27 @@ class SplitLinear(Linear):
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(rows) for part in self._parts], -1)
+
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.unrounded(rows) for part in self._parts], -1)
+
+
+def unrounded_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply ``rows`` with ``weight`` transposed, to float32 [num_rows, num_outputs], by torch.
+
+    A CPU's library rounds products of 16-bit numbers. So there ``weight`` [num_outputs, num_inputs]
+    is widened, some outputs at a time.
+    """
+    if rows.dtype is torch.float32:
+        return F.linear(rows, weight, bias)
+    if rows.device.type == "cuda":
+        product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return product if bias is None else product.add_(bias)
+    product = rows.new_empty(len(rows), len(weight), dtype=torch.float32)
+    wide = rows.float()
+    for begin in range(0, len(weight), _WIDENED_OUTPUTS):
+        outputs = slice(begin, begin + _WIDENED_OUTPUTS)
+        product[:, outputs] = wide @ weight[outputs].float().t()
+    return product if bias is None else product.add_(bias)

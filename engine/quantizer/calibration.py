@@ -50,6 +50,9 @@ class _RecordedLinear(Linear):
             self.hessian.addmm_(rows.t(), rows)
         return F.linear(rows, self.weight, self._bias)
 
+    def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+        return self(rows)
+
 
 class _LayerTensors:
     """Tensors of one layer, presented as a decoder of that layer alone.

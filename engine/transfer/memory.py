@@ -22,7 +22,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.
 _MAP_NORESERVE = 0x4000
 
 Blocks = npt.NDArray[np.uint8]
-_SCALE_BYTES = 4
 
 
 class BlockShape(NamedTuple):
@@ -48,13 +47,14 @@ class BlockLayout(NamedTuple):
     """Layout of a block's bytes in one layer.
 
     They hold a key and a value of ``head_bytes`` for each of ``num_heads`` heads of each of
-    ``num_tokens``. For 8-bit entries, float32 scales follow, one for each key and value.
+    ``num_tokens``. For 8-bit entries, the scales of each key and value follow, ``scale_bytes`` for
+    each; 0 if there are none.
     """
 
     num_tokens: int
     num_heads: int
     head_bytes: int
-    has_scales: bool
+    scale_bytes: int
 
     @property
     def num_vectors(self) -> int:
@@ -68,13 +68,18 @@ class BlockLayout(NamedTuple):
     @property
     def scales_at(self) -> int:
         """Offset of the scales, or of the end if there are none."""
-        return _aligned(self.data_bytes) if self.has_scales else self.data_bytes
+        return _aligned(self.data_bytes) if self.scale_bytes else self.data_bytes
 
     @property
     def size_bytes(self) -> int:
-        if not self.has_scales:
+        if not self.scale_bytes:
             return self.data_bytes
-        return _aligned(self.scales_at + self.num_vectors * _SCALE_BYTES)
+        return _aligned(self.scales_end)
+
+    @property
+    def scales_end(self) -> int:
+        """Offset of the end of the scales."""
+        return self.scales_at + self.num_vectors * self.scale_bytes
 
     def vectors(self, blocks: Blocks) -> list[npt.NDArray[np.uint8]]:
         """Return views of blocks [num_layers, num_blocks, size_bytes] by head.
@@ -84,10 +89,10 @@ class BlockLayout(NamedTuple):
         """
         shape = (*blocks.shape[:2], self.num_tokens, 2, self.num_heads)
         data = blocks[:, :, : self.data_bytes].reshape(*shape, self.head_bytes, copy=False)
-        if not self.has_scales:
+        if not self.scale_bytes:
             return [data]
-        end = self.scales_at + self.num_vectors * _SCALE_BYTES
-        scales = blocks[:, :, self.scales_at : end].reshape(*shape, _SCALE_BYTES, copy=False)
+        scales = blocks[:, :, self.scales_at : self.scales_end]
+        scales = scales.reshape(*shape, self.scale_bytes, copy=False)
         return [data, scales]
 
 

@@ -43,7 +43,7 @@ def test_a_step_of_one_by_hand() -> None:
     assert step.weights_ms == pytest.approx(read_bytes / 4.3e12 * 1e3, rel=1e-3)
     assert step.kv_ms == pytest.approx(1_024 * 327_680 / 4 / 4.3e12 * 1e3)
     all_reduce_us = 6.6 + 6 * 0.6 + 1.5 * 16_384 / 450e9 * 1e6
-    gather_us = 6.6 + 3 * 0.6 + 0.75 * 256_512 / 450e9 * 1e6
+    gather_us = 6.6 + 3 * 0.6 + 0.75 * 4 * 128_256 / 450e9 * 1e6
     assert step.exchange_ms == pytest.approx((160 * all_reduce_us + gather_us) / 1e3)
     assert step.tpot_ms == pytest.approx(step.weights_ms + step.kv_ms + step.exchange_ms)
 
@@ -51,9 +51,9 @@ def test_a_step_of_one_by_hand() -> None:
 def test_gather_times_of_a_head_by_hand() -> None:
     gather = head_gather(Group(LLAMA_70B, 4, 1), 256, 1_024)
     ring_us = 6.6 + 3 * 0.6
-    assert gather.logits_us == pytest.approx(ring_us + 0.75 * 2 * 256 * 128_256 / 450e9 * 1e6)
-    # Four ranks have 64 candidates of six bytes for each row.
-    assert gather.candidates_us == pytest.approx(ring_us + 0.75 * 6 * 256 * 4 * 64 / 450e9 * 1e6)
+    assert gather.logits_us == pytest.approx(ring_us + 0.75 * 4 * 256 * 128_256 / 450e9 * 1e6)
+    # Four ranks have 64 candidates of eight bytes for each row.
+    assert gather.candidates_us == pytest.approx(ring_us + 0.75 * 8 * 256 * 4 * 64 / 450e9 * 1e6)
     saved_ms = (gather.logits_us - gather.candidates_us) / 1e3
     step = step_of(Group(LLAMA_70B, 4, 1), 256, 1_024)
     assert gather.saved_share == pytest.approx(saved_ms / step.tpot_ms)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.kernels.cpu import PagedCache
-from millrace.engine.kv.cache import KVCache
+from millrace.engine.kv.cache import INT8_GROUP, KVCache
 from millrace.engine.step.batch import FlatBatch, QueryRange
 
 # Most bytes of keys and values in one gather, so that they are still in the core's own cache
@@ -314,19 +314,25 @@ class TorchAttention:
         assert cache.scales is not None, "only an int8 cache is dequantized"
         codes = cache.data[layer].index_select(0, block_ids).float()
         scales = cache.scales[layer].index_select(0, block_ids)
-        return (codes * scales.unsqueeze(-1)).to(self.dtype)
+        widened = scales.float().repeat_interleave(INT8_GROUP, -1)[..., : self._head_dim]
+        return (codes * widened).to(self.dtype)
 
 
 def _rounded(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize heads in float32 to int8 [..., head_dim] and their scales [...].
+    """Quantize heads in float32 to int8 [..., head_dim] and bfloat16 scales [..., num_groups].
 
-    A scale is the largest magnitude over 127, or NaN for a head that is not finite.
+    A scale is the largest magnitude of a group over 127, or NaN for a group that is not finite.
     """
-    scales = heads.abs().amax(-1) / _MOST_INT8
+    head_dim = heads.shape[-1]
+    padded = F.pad(heads, (0, -head_dim % INT8_GROUP))
+    groups = padded.view(*heads.shape[:-1], -1, INT8_GROUP)
+    scales = (groups.abs().amax(-1) / _MOST_INT8).bfloat16()
     scales = torch.where(scales == 0, 1.0, scales)
-    scales = torch.where(heads.isfinite().all(-1), scales, torch.nan)
-    codes = (heads / scales.unsqueeze(-1)).nan_to_num(0.0).round()
-    return codes.to(torch.int8), scales
+    scales = torch.where(groups.isfinite().all(-1), scales, torch.nan)
+    codes = (groups / scales.float().unsqueeze(-1)).nan_to_num(0.0).round()
+    # A scale near the least number of bfloat16 may be rounded far down.
+    codes = codes.clamp_(-_MOST_INT8, _MOST_INT8)
+    return codes.flatten(-2)[..., :head_dim].to(torch.int8), scales
 
 
 def first_visible(position: int, window: int | None) -> int:

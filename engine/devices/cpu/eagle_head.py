@@ -53,19 +53,20 @@ class FusedHead:
         self._knows_all_in_order = torch.equal(weights.target_ids, all_ids)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Fuse [num_tokens, 3 * target_hidden_size] to [num_tokens, hidden_size]."""
-        return self._weights.fusion(features)
+        """Fuse [num_tokens, 3 * target_hidden_size] to float32 [num_tokens, hidden_size]."""
+        return self._weights.fusion.unrounded(features)
 
     def forward(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute a batch from ``hidden`` [num_tokens, hidden_size], the preceding features.
+        """Compute a batch from the preceding features, float32 ``hidden``.
 
-        Overwrites ``hidden`` and returns the output for each token.
+        ``hidden`` is [num_tokens, hidden_size]. It is overwritten by the output for each token,
+        which is returned.
         """
         operations, layer = self._operations, self._weights.decoder.layers[0]
-        embedded = self._decoder.embedding.index_select(0, batch.token_ids)
+        embedded = self._decoder.embedding.index_select(0, batch.token_ids).float()
         normed = operations.rms_norm(hidden, self._weights.hidden_norm)
         both = torch.cat((operations.rms_norm(embedded, layer.attention_norm), normed), -1)
-        total = normed if self._norm_before_residual else hidden
+        total = normed.float() if self._norm_before_residual else hidden
         return self._decoder.forward_from(batch, total, both)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

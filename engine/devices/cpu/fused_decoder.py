@@ -77,8 +77,8 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states as ``forward_hidden`` does, and the inputs of some layers.
 
-        The features are [num_tokens, len(layers) * hidden_size], layer by layer. The index after
-        the last layer stands for the output of the last layer.
+        The features are [num_tokens, len(layers) * hidden_size] in the weights' dtype, layer by
+        layer. The index after the last layer stands for the output of the last layer.
         """
         num_layers, width = len(self._layers), self._shape.hidden_size
         out = self._weights.embedding.new_empty(len(batch.token_ids), len(layers), width)
@@ -92,7 +92,7 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
     def forward_from(
         self, batch: FlatBatch, hidden: torch.Tensor, inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Compute ``hidden`` [num_tokens, hidden_size] in place.
+        """Compute ``hidden``, float32 [num_tokens, hidden_size], in place.
 
         ``inputs`` are the inputs of the first attention.
         """

@@ -43,6 +43,17 @@ _log = logging.getLogger(__name__)
 AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
 
 
+class LinearMakers(NamedTuple):
+    """Makers of linear maps: of wide weights of layers, of a wide head, and of quantized weights.
+
+    Without ``quantized``, quantized weights are widened.
+    """
+
+    product: MakeLinear
+    head: MakeLinear
+    quantized: MakeQuantized | None
+
+
 class Arithmetic(NamedTuple):
     """Arithmetic of a model: its dtype, its compiled kernels if any, and the maker of its products.
 
@@ -75,14 +86,17 @@ class Arithmetic(NamedTuple):
         return cls(dtype, kernels, own or choose_product(kernels, share or config))
 
     @property
-    def makers(self) -> tuple[MakeLinear, MakeQuantized | None]:
-        """Return the makers of linear maps for wide and for quantized weights."""
+    def makers(self) -> LinearMakers:
+        """Return the makers of linear maps."""
         if self.kernels is None or not self.kernels.has_products:
-            return Projection, None
-        quantized = partial(packed_quantized, self.kernels)
-        if self.has_own_products:
-            return partial(PackedProjection.of_wide, self.kernels), quantized
-        return Projection, quantized
+            return LinearMakers(Projection, Projection, None)
+        packed = partial(PackedProjection.of_wide, self.kernels)
+        return LinearMakers(
+            product=packed if self.has_own_products else Projection,
+            # oneDNN has no float32 sums, which logits are.
+            head=packed,
+            quantized=partial(packed_quantized, self.kernels),
+        )
 
 
 class LoadedDecoder(NamedTuple):
@@ -113,7 +127,7 @@ def load_decoder(
     """
     dtype, kernels, _ = arithmetic
     device = cache.data.device
-    product, quantized = arithmetic.makers
+    makers = arithmetic.makers
     at_load = quantize_at_load(engine.quantization)
     weights = load_weights(
         path,
@@ -121,8 +135,9 @@ def load_decoder(
         dtype=dtype,
         device=device,
         source=DummyTensors(dtype, device) if engine.has_random_weights else None,
-        product=product,
-        quantized=quantized,
+        product=makers.product,
+        head_product=makers.head,
+        quantized=makers.quantized,
         quantize=at_load.layers,
         quantize_head=at_load.head,
         shard=shard,

@@ -28,7 +28,9 @@ class TorchMetadata(NamedTuple):
 
 
 class TorchOperations:
-    """Operations in torch, for any device and any shape."""
+    """Operations in torch, for any device and any shape. The residual stream is float32."""
+
+    has_wide_residual = True
 
     def __init__(self, attention: TorchAttention, *, epsilon: float) -> None:
         self._attention = attention
@@ -44,7 +46,8 @@ class TorchOperations:
         )
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(rows, weight.shape, weight, self._epsilon)
+        normed = F.rms_norm(rows.float(), weight.shape, weight.float(), self._epsilon)
+        return normed.to(weight.dtype)
 
     def add_norm(
         self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
@@ -95,8 +98,10 @@ class CpuOperations:
     """Operations by the compiled kernels.
 
     Single-token rows attend directly over the paged cache. Chunks use torch's attention, which
-    multiplies matrices faster.
+    multiplies matrices faster. The residual stream is float32.
     """
+
+    has_wide_residual = True
 
     def __init__(self, attention: TorchAttention, kernels: CpuKernels, *, epsilon: float) -> None:
         self.attention = attention

@@ -119,11 +119,11 @@ class ModelRunner(Runner):
             if batch.sampled:
                 logits = self._logits(hidden.index_select(0, batch.sampled_rows))
             else:
-                logits = hidden.new_empty(0, self.config.vocab_size)
+                logits = torch.empty(0, self.config.vocab_size)
             return InFlightStep([], batch.sampled, logits, pooled, scored, nothing_chosen)
 
     def _forward(self, batch: FlatBatch, adapters: RowAdapters | None) -> torch.Tensor:
-        """Compute the hidden states of a batch: [num_tokens, hidden_size]."""
+        """Compute the hidden states of a batch: float32 [num_tokens, hidden_size]."""
         if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
             return self._decoder.forward(batch, adapters)
         layers = self._feature_layers
@@ -132,7 +132,7 @@ class ModelRunner(Runner):
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits [num_rows, vocab_size] of rows of hidden states."""
+        """Compute the logits, float32 [num_rows, vocab_size], of rows of hidden states."""
         return self._decoder.logits(hidden)
 
 

@@ -21,7 +21,12 @@ class DeviceMetadata(NamedTuple):
 
 
 class DeviceOperations:
-    """Operations by a device's kernels; none reads values, so that a step can be recorded."""
+    """Operations by a device's kernels; none reads values, so that a step can be recorded.
+
+    The residual stream has the weights' dtype.
+    """
+
+    has_wide_residual = False
 
     def __init__(
         self,

@@ -229,7 +229,7 @@ class DeviceRunner(DeviceSteps, Runner):
         self._sampler.sample(logits, state_rows, token_indices, chosen)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute logits [num_rows, vocab_size] of rows of ``_compute``, during a step."""
+        """Compute float32 logits [num_rows, vocab_size] of rows of ``_compute``, during a step."""
         return self._decoder.logits(rows)
 
     def _scored_logits(self, rows: torch.Tensor) -> torch.Tensor:

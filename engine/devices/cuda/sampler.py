@@ -150,7 +150,7 @@ class DeviceSampler:
         Launches kernels only, so that a CUDA graph can hold it.
 
         Args:
-            logits: [num_rows, vocab_size] of any float dtype.
+            logits: float32 [num_rows, vocab_size].
             rows: int32 [num_rows], the rows of state.
             token_indices: int64 [num_rows], the number of output tokens of each row's sequence,
             which

@@ -28,8 +28,8 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 class Buffers(NamedTuple):
     """Buffers of steps at fixed addresses.
 
-    They hold the packed vector and the inputs made of it, logits and tokens of sampled rows, and
-    which rows are finite.
+    They hold the packed vector and the inputs made of it, float32 logits and tokens of sampled
+    rows, and which rows are finite.
     """
 
     packed: torch.Tensor
@@ -39,16 +39,14 @@ class Buffers(NamedTuple):
     finite: torch.Tensor
 
     @classmethod
-    def make(
-        cls, bounds: StepBounds, vocab_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Buffers:
+    def make(cls, bounds: StepBounds, vocab_size: int, device: torch.device) -> Buffers:
         sequences = bounds.num_sequences
         # Padding may add one sequence beyond the bound.
         largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)
         return cls(
             packed=torch.zeros(largest.num_packed, dtype=torch.int64, device=device),
             inputs=StepInputs.empty(largest, device),
-            logits=torch.zeros(sequences, vocab_size, dtype=dtype, device=device),
+            logits=torch.zeros(sequences, vocab_size, device=device),
             tokens=torch.zeros(sequences, dtype=torch.int64, device=device),
             finite=torch.ones(bounds.num_tokens, dtype=torch.bool, device=device),
         )
@@ -209,7 +207,7 @@ class DeviceSteps(ABC):
             last_tokens=torch.zeros(num_rows, dtype=torch.int64, device=where),
             block_tables=torch.zeros(num_rows, bounds.num_blocks, dtype=torch.int32, device=where),
         )
-        self._buffers = Buffers.make(bounds, num_logits, decoder.dtype, where)
+        self._buffers = Buffers.make(bounds, num_logits, where)
         self._recorded = RecordedSteps()
         self._recorded_adapted = RecordedSteps()
 

@@ -24,14 +24,15 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     fixed: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Multiply ``rows`` [num_rows, num_inputs] with the transposed ``weight``.
 
     ``weight`` is [num_outputs, num_inputs]. Adds ``bias`` [num_outputs] and ``residual`` [num_rows,
-    num_outputs] if given; returns [num_rows, num_outputs]. Sums are in float32 and rounded once, in
-    the dtype of ``rows``. Rows and weights may be strided, but each must be contiguous in itself.
-    With ``fixed`` it is batch-invariant: a row's result has the same bits for any other rows,
-    otherwise for equal shapes.
+    num_outputs] if given; returns [num_rows, num_outputs] in ``dtype``, by default the rows' own.
+    Sums are in float32 and rounded once. Rows and weights may be strided, but each must be
+    contiguous in itself. With ``fixed`` it is batch-invariant: a row's result has the same bits for
+    any other rows, otherwise for equal shapes.
 
     Up to MAX_SKINNY_ROWS rows read the weights once, and reading them is the limit.
     """
@@ -39,7 +40,7 @@ def linear(
         tile = fixed_product_tile(rows.shape[1], rows.itemsize)
     else:
         tile = product_tile(rows.shape[0], weight.shape[0], rows.shape[1], rows.itemsize)
-    return tiled_linear(rows, weight, bias, residual, tile)
+    return tiled_linear(rows, weight, bias, residual, tile, dtype=dtype)
 
 
 def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -68,10 +69,11 @@ def tiled_linear(
     tile: ProductTile,
     *,
     gated: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute ``linear`` or ``gated_linear`` with a tile; one-row tiles are for single rows."""
     (num_rows, num_inputs), num_outputs = rows.shape, weight.shape[0] // (1 + gated)
-    out = rows.new_empty(num_rows, num_outputs)
+    out = rows.new_empty(num_rows, num_outputs, dtype=dtype)
     if num_rows == 0:
         return out
     output_tiles = -(-num_outputs // tile.outputs)

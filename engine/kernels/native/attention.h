@@ -27,24 +27,26 @@ inline void prefetch_head(const T* from) {
   }
 }
 
-// Computes scores[g][i] of kGroup query heads and the keys of tokens i = 0 ... count - 1.
-// Prefetches keys that are `ahead` elements further.
+// Computes scores[g][i] of kGroup query heads and the keys of tokens i = 0 ... count - 1, which are
+// `stride` elements and `scale_stride` scales apart. Prefetches keys that are `ahead` elements
+// further.
 template <typename T, typename C, int kGroup, int kVectors>
-void score(const T* queries, const C* keys, int64_t stride, int64_t count, float scale,
-           float* scores, int64_t score_stride, int64_t ahead) {
+void score(const T* queries, const C* keys, int64_t stride, const BFloat16* scales,
+           int64_t scale_stride, int64_t count, float scale, float* scores, int64_t score_stride,
+           int64_t ahead) {
   Floats query[kGroup][kVectors];
   for (int g = 0; g < kGroup; ++g) {
     load_head<Cache<C>::kScaled>(queries + g * kVectors * kLanes, query[g]);
     for (int v = 0; v < kVectors; ++v) query[g][v] *= scale;
   }
   int64_t i = 0;
-  for (; i + 4 <= count; i += 4, keys += 4 * stride) {
+  for (; i + 4 <= count; i += 4, keys += 4 * stride, scales += 4 * scale_stride) {
     Floats dots[kGroup][4] = {};
 #pragma GCC unroll 4
     for (int token = 0; token < 4; ++token) {
       Floats key[kVectors];
       prefetch_head<kVectors>(keys + token * stride + ahead);
-      load_head<Cache<C>::kScaled>(keys + token * stride, key);
+      load_cached(keys + token * stride, scales + token * scale_stride, key);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -54,9 +56,9 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
 #pragma GCC unroll 4
     for (int g = 0; g < kGroup; ++g) store_sums(scores + g * score_stride + i, dots[g]);
   }
-  for (; i < count; ++i, keys += stride) {
+  for (; i < count; ++i, keys += stride, scales += scale_stride) {
     Floats key[kVectors];
-    load_head<Cache<C>::kScaled>(keys, key);
+    load_cached(keys, scales, key);
     for (int g = 0; g < kGroup; ++g) {
       Floats dot{};
       for (int v = 0; v < kVectors; ++v) dot += query[g][v] * key[v];
@@ -65,16 +67,17 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
   }
 }
 
-// Adds weights[g][i] * value i to totals[g], over tokens i = 0 ... count - 1.
+// Adds weights[g][i] * value i to totals[g], over tokens i = 0 ... count - 1, as in `score`.
 template <typename T, typename C, int kGroup, int kVectors>
-void accumulate(const C* values, int64_t stride, int64_t count, const float* weights,
-                 int64_t weight_stride, float* totals, int64_t ahead) {
+void accumulate(const C* values, int64_t stride, const BFloat16* scales, int64_t scale_stride,
+                int64_t count, const float* weights, int64_t weight_stride, float* totals,
+                int64_t ahead) {
   Floats total[kGroup][kVectors];
   std::memcpy(total, totals, sizeof total);
-  for (int64_t i = 0; i < count; ++i, values += stride) {
+  for (int64_t i = 0; i < count; ++i, values += stride, scales += scale_stride) {
     Floats value[kVectors];
     prefetch_head<kVectors>(values + ahead);
-    load_head<Cache<C>::kScaled>(values, value);
+    load_cached(values, scales, value);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -103,25 +106,6 @@ float softmax_weights(float* scores, int64_t count, int64_t padded) {
   return sum(weights);
 }
 
-// Multiplies `count` numbers of each of `num_rows` rows by scales that are `stride` apart.
-inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows, int64_t count,
-                               const float* scales, int64_t stride) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    alignas(64) float gathered[kLanes];
-#pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes; ++lane) gathered[lane] = scales[(i + lane) * stride];
-    const Floats some = load(gathered);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      float* at = rows + row * row_stride + i;
-      store(at, load(at) * some);
-    }
-  }
-  for (; i < count; ++i) {
-    for (int64_t row = 0; row < num_rows; ++row) rows[row * row_stride + i] *= scales[i * stride];
-  }
-}
-
 // Attention of one row over tokens first ... last - 1 of the blocks of `table`, for `heads` key
 // heads from `head` on and their query heads. All heads of a block are read before the next block.
 template <typename T, typename C, int kVectors>
@@ -144,7 +128,10 @@ void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* ou
       const int64_t next = end < last ? table[block + 1] : table[block];
       const int64_t ahead = (next - table[block]) * cache.block_stride;
       for (int64_t key = 0; key < heads; ++key) {
-        const float* scales = Cache<C>::kScaled ? cache.scales(slot) + head + key : nullptr;
+        const BFloat16* scales = nullptr;
+        if constexpr (Cache<C>::kScaled) {
+          scales = cache.scales(slot) + (head + key) * cache.head_scales();
+        }
         for (int64_t g = 0; g < group; g += kTile) {
           use(tokens + key * kHeadDim, scales, key * group + g, std::min(kTile, group - g),
               position - first, end - position, ahead);
@@ -153,36 +140,31 @@ void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* ou
       position = end;
     }
   };
-  each_run([&](const C* keys, const float* scales, int64_t query, int64_t taken, int64_t at,
+  const int64_t scale_stride = Cache<C>::kScaled ? cache.token_scales() : 0;
+  each_run([&](const C* keys, const BFloat16* scales, int64_t query, int64_t taken, int64_t at,
                int64_t length, int64_t ahead) {
     auto run = taken == 4   ? score<T, C, kTile, kVectors>
                : taken == 3 ? score<T, C, std::min<int>(3, kTile), kVectors>
                : taken == 2 ? score<T, C, 2, kVectors>
                             : score<T, C, 1, kVectors>;
     float* own = scores + query * padded + at;
-    run(queries + query * kHeadDim, keys, cache.token_stride, length, scale, own, padded, ahead);
-    if constexpr (Cache<C>::kScaled) {
-      multiply_by_scales(own, padded, taken, length, scales, cache.token_scales());
-    }
+    run(queries + query * kHeadDim, keys, cache.token_stride, scales, scale_stride, length, scale,
+        own, padded, ahead);
   });
   std::fill(totals, totals + heads * group * kHeadDim, 0.0f);
   float* sums = totals + heads * group * kHeadDim;
   for (int64_t query = 0; query < heads * group; ++query) {
     sums[query] = softmax_weights(scores + query * padded, count, padded);
   }
-  each_run([&](const C* values, const float* scales, int64_t query, int64_t taken, int64_t at,
+  each_run([&](const C* values, const BFloat16* scales, int64_t query, int64_t taken, int64_t at,
                int64_t length, int64_t ahead) {
     auto run = taken == 4   ? accumulate<T, C, kTile, kVectors>
                : taken == 3 ? accumulate<T, C, std::min<int>(3, kTile), kVectors>
                : taken == 2 ? accumulate<T, C, 2, kVectors>
                             : accumulate<T, C, 1, kVectors>;
-    float* own = scores + query * padded + at;
-    if constexpr (Cache<C>::kScaled) {
-      multiply_by_scales(own, padded, taken, length, scales + cache.num_keys,
-                         cache.token_scales());
-    }
-    run(values + cache.value_offset(), cache.token_stride, length, own, padded,
-        totals + query * kHeadDim, ahead);
+    if constexpr (Cache<C>::kScaled) scales += cache.num_keys * cache.head_scales();
+    run(values + cache.value_offset(), cache.token_stride, scales, scale_stride, length,
+        scores + query * padded + at, padded, totals + query * kHeadDim, ahead);
   });
   for (int64_t query = 0; query < heads * group; ++query) {
     const float inverse = 1.0f / sums[query];

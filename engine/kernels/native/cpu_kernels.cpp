@@ -36,9 +36,10 @@
 
 extern "C" {
 
-int millrace_rms_norm(int type, const void* in, const void* weight, void* out, int64_t rows,
+// `in` is float32; `weight` and `out` are of `type`.
+int millrace_rms_norm(int type, const float* in, const void* weight, void* out, int64_t rows,
                       int64_t width, float epsilon) {
-  MILLRACE_DISPATCH(type, rms_norm<T>, IN(in), IN(weight), OUT(out), rows, width, epsilon)
+  MILLRACE_DISPATCH(type, rms_norm<T>, in, IN(weight), OUT(out), rows, width, epsilon)
 }
 
 int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int64_t width) {
@@ -46,8 +47,9 @@ int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int6
 }
 
 // `tokens` [rows] gets the first token of the largest logit of each row, or -1 if it is not finite.
-int millrace_likeliest(int type, const void* logits, int64_t rows, int64_t width, int64_t* tokens) {
-  MILLRACE_DISPATCH(type, likeliest<T>, IN(logits), rows, width, tokens)
+int millrace_likeliest(const float* logits, int64_t rows, int64_t width, int64_t* tokens) {
+  likeliest(logits, rows, width, tokens);
+  return 0;
 }
 
 // The entries of `cache` are int8 if `has_int8_cache`, otherwise of `type`.
@@ -89,13 +91,13 @@ int millrace_decode_attention(int type, const void* queries, int64_t query_strid
   }
 }
 
-// Supports bfloat16 only, as the products. `layers` is [num_layers] of Layer in decoder_step.h, as
+// Weights are bfloat16 or quantized, as for the products, and `hidden` is float32. `layers` is [num_layers] of Layer in decoder_step.h, as
 // 64-bit addresses and numbers. `adapters` is [num_adapters] addresses of AdapterLayer [num_layers]
 // in adapters.h, in the same form, or null.
 int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden_size,
                           int64_t inner_size, int64_t num_queries, int64_t num_keys,
                           int64_t head_dim, int64_t block_size, float epsilon, float scale,
-                          void* hidden, const float* cosines, const float* sines,
+                          float* hidden, const float* cosines, const float* sines,
                           const int64_t* slots, const int32_t* tables, const int64_t* starts,
                           const int32_t* lengths, int64_t num_single, int64_t num_chunks,
                           const int64_t* chunk_ends, int has_int8_cache, const void* adapters,
@@ -108,7 +110,7 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                            head_dim,   block_size,  epsilon,    scale,       has_int8_cache != 0};
   const StepAdapters with{static_cast<const AdapterLayer* const*>(adapters), num_adapters,
                           adapter_of_rows};
-  const StepRows step{OUT(hidden), cosines,    sines,
+  const StepRows step{hidden,      cosines,    sines,
                       slots,       tables,     starts,
                       lengths,     num_single, num_chunks,
                       chunk_ends,  num_adapters > 0 ? &with : nullptr,

@@ -42,7 +42,8 @@ struct DecoderShape {
 };
 
 // Input of a step, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
-// hidden] is the input and becomes the result. The first `num_single` rows are sequences of one new
+// hidden], the residual stream, is the input and becomes the result. It is float32, because every
+// layer adds to it: its rounding to bfloat16 would be most of the error of a step. The first `num_single` rows are sequences of one new
 // token each, by rising length. Then come `num_chunks` sequences of several new tokens;
 // `chunk_ends` has the row after each. `starts` and `lengths` are of all sequences. `adapters` is
 // null if no row has an adapter; otherwise `most_ranks` is the largest number of ranks of a
@@ -51,7 +52,7 @@ struct DecoderShape {
 // attention in place of normed rows. With `ranks`, the weights are one rank's, and their additions
 // to `hidden` are summed over all ranks.
 struct StepRows {
-  BFloat16* hidden;
+  float* hidden;
   const float *cosines, *sines;
   const int64_t* slots;
   const int32_t* tables;
@@ -102,14 +103,14 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
   }
 }
 
-// Copies a row's input of a layer to its features, if they are wanted.
+// Rounds a row's input of a layer to its features, if they are wanted.
 inline void keep_features(const DecoderShape& shape, const StepRows& rows, int64_t layer,
                           int64_t row) {
   for (int64_t i = 0; i < rows.num_features; ++i) {
     if (rows.feature_layers[i] != layer) continue;
-    std::memcpy(rows.features + (row * rows.num_features + i) * shape.hidden,
-                rows.hidden + row * shape.hidden,
-                static_cast<size_t>(shape.hidden) * sizeof(BFloat16));
+    const float* from = rows.hidden + row * shape.hidden;
+    BFloat16* to = rows.features + (row * rows.num_features + i) * shape.hidden;
+    for (int64_t at = 0; at < shape.hidden; at += kLanes) store(to + at, load(from + at));
   }
 }
 
@@ -371,13 +372,16 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
       });
     };
     Ranks ranks = rows.ranks != nullptr ? *rows.ranks : Ranks{};
-    const auto add_product = [&](Product product, int64_t layer,
-                                 AdapterWeight AdapterLayer::*part) {
+    const auto add_product = [&](const BFloat16* inputs, const Weight* weight, int64_t num_inputs,
+                                 int64_t layer, AdapterWeight AdapterLayer::*part) {
+      Product product{inputs, weight, nullptr, count, num_inputs, shape.hidden, Finish::kAdd};
+      product.wide = rows.hidden;
       if (rows.ranks == nullptr) {
         ++phase;
         return multiply(product, layer, part, one_matrix);
       }
-      product.partial = ranks.buffer(ranks.rank);
+      product.finish = Finish::kWrite;
+      product.wide = ranks.buffer(ranks.rank);
       multiply(product, layer, part, one_matrix);
       if (omp_get_thread_num() == 0) meet_ranks(ranks, count * shape.hidden);
       team.wait(num_threads);
@@ -405,16 +409,12 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
       }
       share(attention->num_items(),
             [&](int64_t item, int64_t) { attention->attend(*layer, item); });
-      add_product({attended.get(), layer->output, rows.hidden, count, query_size, shape.hidden,
-                   Finish::kAdd},
-                  at, &AdapterLayer::output);
+      add_product(attended.get(), layer->output, query_size, at, &AdapterLayer::output);
       norm(layer->mlp_norm);
       multiply({normed, layer->gate_up, gated_rows.get(), count, shape.hidden, 2 * shape.inner,
                 Finish::kGate},
                at, &AdapterLayer::gate_up, {shape.inner, 2 * shape.inner, 2 * shape.inner});
-      add_product({gated_rows.get(), layer->down, rows.hidden, count, shape.inner, shape.hidden,
-                   Finish::kAdd},
-                  at, &AdapterLayer::down);
+      add_product(gated_rows.get(), layer->down, shape.inner, at, &AdapterLayer::down);
     }
     if (rows.ranks != nullptr && omp_get_thread_num() == 0) *rows.ranks = ranks;
   }

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -23,9 +24,15 @@ inline float inverse_rms(const T* values, int64_t width, float epsilon) {
   return 1.0f / std::sqrt(mean + epsilon);
 }
 
-template <typename T>
-inline void rms_norm_row(const T* in, const T* weight, T* out, int64_t width, float epsilon) {
+template <typename In, typename T>
+inline void rms_norm_row(const In* in, const T* weight, T* out, int64_t width, float epsilon) {
   const float scale = inverse_rms(in, width, epsilon);
+  if constexpr (!std::is_same_v<In, T>) {  // the types differ in the order of `load_pair`
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(out + i, load(in + i) * scale * load(weight + i));
+    }
+    return;
+  }
   for (int64_t i = 0; i < width; i += 2 * kLanes) {
     Floats first, second, first_weight, second_weight;
     load_pair(in + i, first, second);
@@ -35,7 +42,8 @@ inline void rms_norm_row(const T* in, const T* weight, T* out, int64_t width, fl
 }
 
 template <typename T>
-void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
+void rms_norm(const float* in, const T* weight, T* out, int64_t rows, int64_t width,
+              float epsilon) {
 #pragma omp parallel for schedule(static) if (rows * width > 32768)
   for (int64_t row = 0; row < rows; ++row) {
     rms_norm_row(in + row * width, weight, out + row * width, width, epsilon);

@@ -81,6 +81,15 @@ inline void store(BFloat16* to, Floats values) {
 #endif
 }
 
+inline float widened(BFloat16 value) {
+  const uint32_t word = uint32_t{value.bits} << 16;
+  return unaligned<float>(&word);
+}
+
+inline BFloat16 narrowed(float value) {
+  return {static_cast<uint16_t>(rounded(Floats{} + value)[0] >> 16)};
+}
+
 inline void store(Float16* to, Floats values) {
 #ifdef __AVX512F__
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),

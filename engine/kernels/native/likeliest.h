@@ -10,16 +10,8 @@
 
 namespace {
 
-inline float number(float value) { return value; }
-inline float number(BFloat16 value) {
-  const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-  return unaligned<float>(&word);
-}
-inline float number(Float16 value) { return static_cast<float>(unaligned<_Float16>(&value)); }
-
 // First token of the largest logit; -1 if it is infinite or any logit is NaN.
-template <typename T>
-inline int64_t likeliest_of(const T* logits, int64_t count) {
+inline int64_t likeliest_of(const float* logits, int64_t count) {
   Floats most = Floats{} - std::numeric_limits<float>::infinity();
   Ints are_numbers = Ints{} - 1;
   int64_t i = 0;
@@ -34,7 +26,7 @@ inline int64_t likeliest_of(const T* logits, int64_t count) {
     best = most[lane] > best ? most[lane] : best;
   }
   for (; i < count; ++i) {
-    const float value = number(logits[i]);
+    const float value = logits[i];
     if (std::isnan(value)) return -1;
     best = value > best ? value : best;
   }
@@ -45,12 +37,11 @@ inline int64_t likeliest_of(const T* logits, int64_t count) {
       if (found[lane]) return i + lane;
     }
   }
-  while (number(logits[i]) != best) ++i;
+  while (logits[i] != best) ++i;
   return i;
 }
 
-template <typename T>
-void likeliest(const T* logits, int64_t rows, int64_t width, int64_t* tokens) {
+inline void likeliest(const float* logits, int64_t rows, int64_t width, int64_t* tokens) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * width > 262144)
   for (int64_t row = 0; row < rows; ++row) {
     tokens[row] = likeliest_of(logits + row * width, width);

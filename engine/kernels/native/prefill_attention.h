@@ -54,9 +54,10 @@ void pack_section(const Chunk& chunk, const Cache<C>& cache, int64_t head, int64
       const C* from = cache.token(slot) + head * kHeadDim;
       for (int of = 0; of < 2; ++of, from += cache.value_offset()) {
         if constexpr (Cache<C>::kScaled) {
-          const float scale = cache.scales(slot)[of * cache.num_keys + head];
+          const BFloat16* scales =
+              cache.scales(slot) + (of * cache.num_keys + head) * cache.head_scales();
           for (int64_t d = 0; d < kHeadDim; d += kLanes) {
-            store(token[of] + d, load(from + d) * scale);
+            store(token[of] + d, load(from + d) * widened(scales[d / kScaleGroup]));
           }
         } else {
           std::memcpy(token[of], from, sizeof token[of]);

@@ -42,7 +42,8 @@ enum class Finish { kWrite, kAdd, kGate };
 // [num_inputs / 32, num_rows, 32] with `scales` [num_inputs / 32, num_rows], `sums` and `starts`
 // [num_groups, num_rows], see `prepare_group_row`. `out` is [num_rows, num_outputs], or half as wide
 // for kGate, whose panels are the gates, then the ups. `adapted` is null if no row has an adapter.
-// `partial` [num_rows, num_outputs], if not null, gets the unfinished sums in place of `out`.
+// `wide` [num_rows, num_outputs], if not null, takes the place of `out` for kWrite and kAdd: it gets
+// the float32 sums without rounding.
 struct Product {
   const void* rows;
   const Weight* weight;
@@ -53,7 +54,7 @@ struct Product {
   const float* sums = nullptr;
   const int32_t* starts = nullptr;
   const AdaptedRows* adapted = nullptr;
-  float* partial = nullptr;
+  float* wide = nullptr;
 
   int64_t row_bytes() const {
     return weight->format == Format::kInt8Dot ? num_inputs : 2 * num_inputs;
@@ -249,12 +250,15 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Panel
     }
     for (int v = 0; v < 2; ++v) {
       const int64_t left = width - outputs[v];
-      if (product.partial != nullptr) {
-        store_some(product.partial + (row + r) * width + outputs[v], sums[r][v], left);
-        continue;
+      const auto finish = [&](auto* to) {
+        if (product.finish == Finish::kAdd) sums[r][v] += load_some(to, left);
+        store_some(to, sums[r][v], left);
+      };
+      if (product.wide != nullptr) {
+        finish(product.wide + (row + r) * width + outputs[v]);
+      } else {
+        finish(out + outputs[v]);
       }
-      if (product.finish == Finish::kAdd) sums[r][v] += load_some(out + outputs[v], left);
-      store_some(out + outputs[v], sums[r][v], left);
     }
   }
 }

@@ -38,7 +38,7 @@ def test_exchange_times_match_a_calculation_by_hand() -> None:
     times = collective_times(shape, GroupLink(bytes_per_s=450e9), 4)
     assert times.collective_ms == pytest.approx((160 * (6.6 + 6 * 0.6) + 6.6 + 3 * 0.6) / 1e3)
     assert times.collective_ms_per_token == pytest.approx(160 * 1.5 * 16_384 / 450e9 * 1e3)
-    assert times.collective_ms_per_sequence == pytest.approx(0.75 * 256_512 / 450e9 * 1e3)
+    assert times.collective_ms_per_sequence == pytest.approx(0.75 * 4 * 128_256 / 450e9 * 1e3)
     told = collective_times(shape, GroupLink(latency_s=5e-6), 4)
     assert told.collective_ms == pytest.approx(161 * 5 / 1e3)
 

@@ -14,33 +14,27 @@ from millrace.engine.types import NonFiniteLogitsError
 from tests.engine.kernels.compiled import compiled
 from tests.engine.sampling.sampling_rows import random_logits, row
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=40, deadline=None)
 @given(
     num_rows=st.integers(1, 9),
     width=st.integers(1, 70) | st.sampled_from([8192, 50_257]),
     seed=st.integers(0, 2**30),
 )
-def test_likeliest_token_is_the_first_of_the_largest(
-    dtype: torch.dtype, num_rows: int, width: int, seed: int
-) -> None:
+def test_likeliest_token_is_the_first_of_the_largest(num_rows: int, width: int, seed: int) -> None:
     torch.manual_seed(seed)
     # Few values, so that several are the largest.
-    logits = torch.randint(-3, 4, (num_rows, width)).to(dtype)
+    logits = torch.randint(-3, 4, (num_rows, width)).float()
     expected = [values.index(max(values)) for values in logits.tolist()]
-    assert compiled(dtype).likeliest(logits) == expected
+    assert compiled(torch.bfloat16).likeliest(logits) == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", [0, 17, 47, 48, 50])
 @pytest.mark.parametrize("value", [nan, inf])
-def test_a_row_that_is_not_finite_has_none(dtype: torch.dtype, place: int, value: float) -> None:
-    logits = torch.randn(3, 51).to(dtype)
+def test_a_row_that_is_not_finite_has_none(place: int, value: float) -> None:
+    logits = torch.randn(3, 51)
     logits[1, place] = value
-    tokens = compiled(dtype).likeliest(logits)
+    tokens = compiled(torch.bfloat16).likeliest(logits)
     assert tokens[1] == -1
     assert min(tokens[0], tokens[2]) >= 0
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu.reference.operations import rotate_store
-from millrace.engine.kv.cache import KVCache, block_bytes, cache_dtype
+from millrace.engine.kv.cache import INT8_GROUP, KVCache, block_bytes, cache_dtype
 from millrace.engine.kv.host_memory import PlainHostMemory, host_memory_of
 from millrace.engine.kv.locked_host_memory import LockedHostMemory
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -51,7 +51,7 @@ def filled(dtype: torch.dtype, *, num_blocks: int = 7) -> KVCache:
 
 @settings(deadline=None)
 @given(
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, FP8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, FP8, torch.int8]),
     block_size=st.integers(1, 17),
     num_kv_heads=st.integers(1, 5),
     head_dim=st.sampled_from([8, 64, 80, 128]),
@@ -68,16 +68,19 @@ def test_blocks_are_in_one_piece_each_as_large_as_said(
     size_bytes = block_bytes(config, block_size, dtype)
     assert cache.blocks.numel() == size_bytes * (num_blocks + 1)
     values = 2 * block_size * num_kv_heads * config.num_hidden_layers
-    least = values * (head_dim * dtype.itemsize + (4 if dtype is FP8 else 0))
+    num_groups = -(-head_dim // INT8_GROUP)
+    scale_bytes = {FP8: 4, torch.int8: 2 * num_groups}.get(dtype, 0)
+    least = values * (head_dim * dtype.itemsize + scale_bytes)
     assert least <= size_bytes <= least + 30 * config.num_hidden_layers
-    if dtype is FP8:
+    if scale_bytes:
         assert size_bytes % (16 * config.num_hidden_layers) == 0
     data, scales = cache.layer(1)
     assert data.shape == (num_blocks + 1, block_size, 2, num_kv_heads, head_dim)
     cache.blocks[1, num_blocks] = 255
     written = [data]
     if scales is not None:
-        assert scales.shape == data.shape[:-1]
+        groups = (num_groups,) if dtype is torch.int8 else ()
+        assert scales.shape == (*data.shape[:-1], *groups)
         written.append(scales)
     for tensor in written:
         raw = tensor.view(torch.uint8)

@@ -29,7 +29,7 @@ from millrace.schemas.transfer import BlockPart, TransferEndpoint
 SHAPE = BlockShape(num_layers=3, num_blocks=40, layer_bytes=4096)
 TOKEN, LAYOUT = "t0ken", "layout"
 # One rank has all of three layers: two heads of 128 bytes of each of eight tokens' keys and values.
-SPLIT = BlockSplit(LAYOUT, BlockLayout(8, 2, 128, has_scales=False), (BlockPart(0, 3, 0, 2),))
+SPLIT = BlockSplit(LAYOUT, BlockLayout(8, 2, 128, scale_bytes=0), (BlockPart(0, 3, 0, 2),))
 
 
 def key(number: int) -> bytes:

@@ -297,7 +297,7 @@ def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
     theirs = tuple(BlockPart(0, 3, head, 1) for head in (0, 1))
     split = BlockSplit(
         LAYOUT,
-        BlockLayout(16, 2, 256, has_scales=False),
+        BlockLayout(16, 2, 256, scale_bytes=0),
         (BlockPart(0, 2, 0, 2), BlockPart(2, 1, 0, 2)),
     )
     served = Served(tmp_path, by_nixl=way == "nixl", shape=BlockShape(6, 40, 8192))

@@ -35,7 +35,9 @@ class Model(NamedTuple):
         def drawn(size: int) -> Whole:
             return draw.integers(0, 256, (*shape, size), dtype=np.uint8)
 
-        return cls(drawn(layout.head_bytes), drawn(4) if layout.has_scales else None)
+        return cls(
+            drawn(layout.head_bytes), drawn(layout.scale_bytes) if layout.scale_bytes else None
+        )
 
     def split(self, layout: BlockLayout, parts: list[BlockPart]) -> Blocks:
         """Return the blocks as they lie in the memory of ranks with these parts."""
@@ -80,7 +82,7 @@ def test_each_part_gets_what_it_has(data: st.DataObject) -> None:
         data.draw(st.integers(1, 5)),
         num_heads,
         data.draw(st.integers(1, 9)),
-        has_scales=data.draw(st.booleans()),
+        scale_bytes=data.draw(st.sampled_from([0, 2, 4, 6])),
     )
     model = Model.of(num_layers, layout)
     own, theirs = (data.draw(partitions(num_layers, num_heads)) for _ in range(2))
@@ -115,4 +117,4 @@ def test_parts_that_lack_something_or_are_none_are_refused(
     theirs: list[BlockPart], why: str
 ) -> None:
     with pytest.raises(PeerError, match=why):
-        Reslicer(BlockLayout(4, 2, 8, has_scales=False), [BlockPart(0, 4, 0, 2)], theirs)
+        Reslicer(BlockLayout(4, 2, 8, scale_bytes=0), [BlockPart(0, 4, 0, 2)], theirs)

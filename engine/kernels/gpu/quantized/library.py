@@ -40,18 +40,24 @@ def prefers_library(num_rows: int) -> bool:
 
 
 def library_linear(
-    rows: RoundedRows, weight: PackedWeight, scales: torch.Tensor, bias: torch.Tensor | None
+    rows: RoundedRows,
+    weight: PackedWeight,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Multiply ``rows``, with a scale each, with ``weight`` transposed, and add ``bias``.
 
-    ``bias`` is [num_outputs]; ``scales``, the weight's, is float32 [1, num_outputs]. Returns
-    bfloat16 [num_rows, num_outputs].
+    ``bias`` is bfloat16 [num_outputs]; ``scales``, the weight's, is float32 [1, num_outputs].
+    Returns [num_rows, num_outputs] in ``dtype``, bfloat16 or float32.
     """
+    if bias is not None and dtype is not bias.dtype:  # torch adds a bias to its own dtype only
+        return library_linear(rows, weight, scales, None, dtype).add_(bias)
     return torch._scaled_mm(
         rows.codes,
         weight.codes.t(),
         scale_a=rows.scales.view(-1, 1),
         scale_b=scales,
         bias=bias,
-        out_dtype=torch.bfloat16,
+        out_dtype=dtype,
     )

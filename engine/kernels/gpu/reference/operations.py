@@ -103,6 +103,7 @@ def linear(
     *,
     residual: torch.Tensor | None = None,
     fixed: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Multiply rows with a weight, see ``engine.kernels.gpu.matmul``."""
     transposed = weight.float().t()
@@ -117,7 +118,7 @@ def linear(
         result += bias.float()
     if residual is not None:
         result += residual.float()
-    return result.to(rows.dtype)
+    return result.to(dtype or rows.dtype)
 
 
 def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

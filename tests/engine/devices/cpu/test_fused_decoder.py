@@ -168,7 +168,7 @@ def test_features_are_what_comes_into_layers_and_change_no_bit(
         expected = side.weights.embedding[batch.token_ids]
         if layer:
             expected = decoder(layer).forward(batch)
-        assert torch.equal(feature, expected)
+        assert torch.equal(feature, expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["single tokens", "both"])

@@ -150,6 +150,9 @@ def test_a_fixed_order_makes_of_a_row_the_same_in_any_company(
         def __call__(self, rows: torch.Tensor) -> torch.Tensor:
             return scores[self.rows].to(dtype)
 
+        def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
+            return scores[self.rows]
+
     def of(part: slice) -> torch.Tensor:
         rows = drawn.rows[part]
         own = mixture._replace(router=SameScores(part))

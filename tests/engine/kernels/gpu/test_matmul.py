@@ -75,6 +75,19 @@ def test_any_shape(
         assert_close(result, expected)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_float32_results_of_narrow_rows_are_not_rounded(num_rows: int, fixed: bool) -> None:
+    torch.manual_seed(num_rows)
+    rows, weight = torch.randn(num_rows, 256).half(), torch.randn(48, 256).half()
+    bias = torch.randn(48).half()
+    expected = rows.double() @ weight.double().t() + bias.double()
+    for function in (linear, reference_linear):
+        result = function(rows, weight, bias, fixed=fixed, dtype=torch.float32)
+        assert result.dtype is torch.float32
+        assert (result - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 SHAPES = [(1, 512), (1, 4096), (1, 16384), (9, 512), (9, 4096), (9, 16384), (40, 64), (600, 64)]
 
 

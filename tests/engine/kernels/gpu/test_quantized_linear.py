@@ -140,7 +140,8 @@ def test_the_library_computes_the_same(activations: Activations, bias: torch.Ten
     made, rows = packed(weight), torch.randn(140, 256).bfloat16()
     rounded = round_rows(rows, FLOAT8, weight.activation_scale)
     expected = exact(rows, weight) + (0 if bias is None else bias.double())
-    assert_near(library_linear(rounded, made, made.scales.float(), bias), expected)
+    scales = made.scales.float()
+    assert_near(library_linear(rounded, made, scales, bias, torch.bfloat16), expected)
 
 
 def test_the_library_takes_what_it_has_a_product_for() -> None:
@@ -171,6 +172,20 @@ def test_many_rows_are_the_librarys(
         assert_near(linear(rows), expected)
         total = torch.randn(num_rows, 48).bfloat16()
         assert_near(linear.plus(total.clone(), rows), total.double() + expected)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_unrounded_products_are_float32(fixed: bool, num_rows: int) -> None:
+    """Their error is that of float32 sums, far below a last bit of the rows' 16."""
+    weight = drawn_weight(KINDS[0], 48, 256, 128)
+    bias = torch.linspace(-1, 1, 48, dtype=torch.float16)
+    linear = QuantizedDeviceLinear(weight, bias, torch.float16, fixed=fixed)
+    rows = torch.randn(num_rows, 256).half()
+    product = linear.unrounded(rows)
+    assert product.dtype is torch.float32
+    expected = exact(rows, weight) + bias.double()
+    assert (product - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_nothing_is_against_what_kernels_take() -> None:
