@@ -69,7 +69,7 @@ def quantized_linears(
             said.add(reason)
             _log.warning("some quantized weights are widened to %s: %s", dtype, reason)
         linear = product(weight.values().to(dtype), bias)
-        if weight.activations is Activations.WIDE:
+        if weight.activations.may_stay_wide:
             return linear
         return RoundedLinear(linear, weight.rounding)
 
@@ -79,7 +79,7 @@ def quantized_linears(
 def why_not_packed(weight: QuantizedWeight) -> str | None:
     """Return why the kernels cannot multiply by ``weight``, or None if they can."""
     activations = weight.activations
-    is_wide = activations is Activations.WIDE
+    is_wide = activations.may_stay_wide
     is_float8 = weight.codes.dtype is torch.float8_e4m3fn
     if not is_wide and weight.bits == 8:
         if is_float8 is (activations in _INT8):

@@ -41,7 +41,7 @@ class QuantizedDeviceLinear(Linear):
         self._rounding = weight.rounding
         # float32 [1, num_outputs] if torch may compute this.
         self._library_scales: torch.Tensor | None = None
-        is_rounded = weight.activations is not Activations.WIDE
+        is_rounded = not weight.activations.may_stay_wide
         if is_rounded and not fixed and library_takes(self._weight, dtype):
             self._library_scales = self._weight.scales.float()
 
@@ -86,7 +86,7 @@ def packed(weight: QuantizedWeight) -> PackedWeight:
 def rounded(rows: torch.Tensor, rounding: Rounding) -> torch.Tensor | RoundedRows:
     """Return ``rows`` [num_rows, num_inputs] rounded for the kernels."""
     kind = rounding.activations
-    if kind is Activations.WIDE:
+    if kind.may_stay_wide:
         return rows
     if kind is Activations.FLOAT8_GROUP and rows.shape[1] > rounding.group_inputs:
         return round_groups(rows, rounding.group_inputs)
