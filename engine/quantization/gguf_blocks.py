@@ -2,7 +2,8 @@
 
 Every type is a grid of small integers with a scale, and in some types an offset, for 16 or 32
 neighbouring inputs. So each of them is a ``QuantizedWeight``, whose values equal those that the
-``gguf`` package computes bit for bit. The layouts are those of llama.cpp's ``ggml-common.h``.
+``gguf`` package computes bit for bit. The layouts are those of llama.cpp's ``ggml-common.h``. Rows that the
+weights multiply are rounded to int16, finer than the int8 of llama.cpp.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from millrace.engine.quantization.weight import QuantizedWeight
+from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Values of e2m1, doubled.
@@ -54,6 +55,7 @@ def quantized_rows(kind: GGMLQuantizationType, rows: torch.Tensor) -> QuantizedW
         scales=parts.scales.flatten(1).contiguous(),
         group_inputs=stored.group_inputs,
         bits=stored.bits,
+        activations=Activations.INT16_GROUP,
         offsets=None if parts.offsets is None else parts.offsets.flatten(1).contiguous(),
     )
 
