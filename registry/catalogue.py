@@ -7,12 +7,15 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from millrace.registry.artifacts.packages import stored_folder
 from millrace.registry.artifacts.store import is_address
+from millrace.registry.gguf.engine_choice import why_not_own_engine
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
+from millrace.registry.hub import stored_file
 from millrace.registry.package_source import FORM, PackageSource
 from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.rollouts.versions import Versions, check_label
@@ -94,6 +97,13 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("tiers must not be empty")
 
 
+class EngineChoice(NamedTuple):
+    """Engine that runs a model, and the reason; empty for the default."""
+
+    kind: EngineKind
+    reason: str = ""
+
+
 class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model of the catalogue.
 
@@ -115,10 +125,37 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def engine_kind(self) -> EngineKind:
-        """Kind of engine that runs the model. A GGUF file runs on llama.cpp by default."""
+        """Kind of engine that runs the model, see ``engine_choice``."""
+        return self.engine_choice.kind
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Engine that runs the model, and why.
+
+        Without an ``engine`` it is Millrace's own. A GGUF file that this engine cannot compute runs
+        on llama.cpp. A file that is not here yet counts as the own engine's until it is fetched.
+        """
         if self.engine is not None:
-            return self.engine.kind
-        return EngineKind.LLAMACPP if self.is_gguf else EngineKind.REAL
+            return EngineChoice(self.engine.kind, "it was asked for")
+        if not self.is_gguf:
+            return EngineChoice(EngineKind.REAL)
+        file = self._gguf_here()
+        reason = "" if file is None else why_not_own_engine(file)
+        if reason:
+            return EngineChoice(
+                EngineKind.LLAMACPP, f"Millrace's own engine cannot compute the file: {reason}"
+            )
+        return EngineChoice(EngineKind.REAL, "it computes the file's architecture and types")
+
+    def _gguf_here(self) -> Path | None:
+        """Return the GGUF file; None if it has to be fetched first."""
+        if self.is_local:
+            return Path(self.source)
+        package = PackageSource.parse(self.source)
+        if package is None:
+            return stored_file(self.source)
+        folder = stored_folder(package)
+        return None if folder is None else folder / package.path
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """Return the worker's settings with the catalogue's engine settings for this model.
@@ -151,7 +188,16 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def described(self, config: EngineConfig) -> EngineConfig:
         """Return the engine's settings, with the catalogue's quantization, speculation and devices
         where they are not set.
+
+        Raises:
+            ConfigError: a quantization is set for a GGUF file.
         """
+        if self.is_gguf and (config.quantization or self.quantization) is not None:
+            raise ConfigError(
+                f"quantization: {config.quantization or self.quantization} is not for GGUF files, "
+                f"whose weights are computed as they are stored. Leave it out for {self.name}, or "
+                "name the wide checkpoint that the file was made of."
+            )
         given: dict[str, Any] = {}
         if config.quantization is None:
             given["quantization"] = self.quantization
@@ -343,13 +389,22 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
     try:
         if whole.name != whole.source:  # the revision of a hub id may have any name
             check_label(whole.name)
-        check_quantization(whole.quantization, whole.engine_kind)
-        check_speculation(whole.speculation, whole.engine_kind)
-        parallel = whole.parallel
-        check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, whole.engine_kind)
+        _check_settings(whole)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
     return whole
+
+
+def _check_settings(entry: ModelEntry) -> None:
+    """Raise ConfigError for a setting that the entry's engine does not support."""
+    entry.described(EngineConfig())
+    given = (entry.quantization, entry.speculation, entry.parallel)
+    if given == (None, None, Parallel()):
+        return  # the engine of a GGUF file is known once the file is read
+    kind, parallel = entry.engine_kind, entry.parallel
+    check_quantization(entry.quantization, kind)
+    check_speculation(entry.speculation, kind)
+    check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, kind)
 
 
 def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]) -> Route:

