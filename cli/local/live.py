@@ -31,6 +31,7 @@ from millrace.cli.local.models import (
     SERVED_FILE,
     AddedModel,
     SavedModels,
+    engine_message,
     run_by,
     with_removed,
     write_saved,
@@ -333,6 +334,8 @@ class ModelChanges:
         with self._change("adding", entry):
             say(f"reading {entry.source}")
             await asyncio.to_thread(ServedModel.load, Catalogue({name: entry}), name)
+            if message := engine_message(entry):
+                say(message)
             if entry.engine_kind is EngineKind.REAL:
                 path = await asyncio.to_thread(resolve, entry)
                 check_memory(path, request.workers)

@@ -25,7 +25,8 @@ def check_memory(checkpoint: Path, num_workers: int, free_bytes: int | None = No
     """
     if has_gpu():
         return
-    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    files = gguf_parts(checkpoint) or checkpoint.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files)
     free = available_bytes() if free_bytes is None else free_bytes
     if weights * num_workers > free:
         raise MemoryTooSmallError(

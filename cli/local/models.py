@@ -135,6 +135,15 @@ def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
     return entry if engine is None else msgspec.structs.replace(entry, engine=engine)
 
 
+def engine_message(entry: ModelEntry) -> str:
+    """Return which engine runs a GGUF file and why; empty for other models."""
+    if not entry.is_gguf:
+        return ""
+    kind, reason = entry.engine_choice
+    name = "Millrace's own engine" if kind is EngineKind.REAL else f"the engine {kind}"
+    return f"{entry.name} runs on {name}: {reason}"
+
+
 def without(saved: SavedModels, named: Collection[str]) -> SavedModels:
     """Return the changes without the models named on the command line, which override them."""
     return SavedModels(

@@ -199,6 +199,8 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     catalogue, models = local_models.catalogue_for(config.catalogue, wanted, file, engine, added)
     known, entries = load_catalogue(config.catalogue), load_catalogue(catalogue)
     for model in models:
+        if message := local_models.engine_message(entries.get(model)):
+            _say(message)
         # Report a setting that the model's engine does not support before anything starts.
         entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}

@@ -10,6 +10,7 @@ import torch
 
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.models.decoder import DecoderWeights, LayerWeights
+from millrace.engine.models.gguf_tensors import GgufTensors
 from millrace.engine.models.layer_loader import load_layer
 from millrace.engine.models.linears import Projection
 from millrace.engine.models.weight_reader import (
@@ -24,7 +25,7 @@ from millrace.engine.quantization.device_experts import MakeStack
 from millrace.engine.quantization.linear import DequantizedLinear, MakeQuantized
 from millrace.engine.quantization.rounding import Quantize
 from millrace.engine.quantization.weight import QuantizedWeight
-from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors
+from millrace.registry.checkpoints.checkpoint import ModelConfig, gguf_parts, open_tensors
 from millrace.registry.checkpoints.shard import (
     WHOLE_MODEL,
     Shard,
@@ -146,7 +147,9 @@ def load_weights(
     )
     index: TensorSource
     if source is None:
-        index = open_tensors(path)
+        index = _open(path, config)
+        if isinstance(index, GgufTensors) and config.quantization and quantized is None:
+            _log.warning("%s: its weights are widened to %s: there are no kernels", path, dtype)
         for sentence in ignored_parts(path):
             _log.warning(sentence)
     else:
@@ -194,11 +197,16 @@ def load_embedding(
 
     Raises CheckpointError.
     """
-    index: TensorSource = open_tensors(path) if source is None else source
+    index: TensorSource = _open(path, config) if source is None else source
     makers = Makers(Projection, partial(DequantizedLinear, dtype=dtype), None, None)
     quantization = config.quantization if source is None else None
     reader = WeightReader(index, dtype, device, makers, quantization, WHOLE_MODEL)
     return _embedding(reader, config, _prefix(index))
+
+
+def _open(path: Path, config: ModelConfig) -> TensorSource:
+    parts = gguf_parts(path)
+    return GgufTensors(parts, config) if parts else open_tensors(path)
 
 
 def _prefix(index: TensorSource) -> str:
@@ -236,9 +244,13 @@ def _head_weight(
 ) -> torch.Tensor | QuantizedWeight:
     """Return the head's weight, or the embedding if they are tied.
 
-    A last stage that is not the first reads the embedding for this. If the file holds a different
-    head, it is used in spite of the config, as in transformers.
+    A last stage that is not the first reads the embedding for this, and so does a head that is
+    computed as the embedding is stored in a GGUF file. If the file holds a different head, it is
+    used in spite of the config, as in transformers.
     """
+    if config.tie_word_embeddings and reader.keeps_quantized:
+        tokens = vocabulary_slice(config.vocab_size, reader.shard)
+        return reader.weight(prefix + _EMBEDDING, config.vocab_size, config.hidden_size, tokens)
     if config.tie_word_embeddings and not reader.shard.is_first:
         embedding = _embedding(reader, config, prefix)
     if config.tie_word_embeddings and not reader.has_weight(_HEAD):

@@ -67,6 +67,8 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     kind = scaling.get("rope_type")
     if kind == "linear":
         return plain / float(scaling["factor"])
+    if kind == "factors":
+        return plain / torch.tensor(scaling["factors"], dtype=torch.float32)
     if kind == "llama3":
         return _llama3(plain, scaling)
     if kind == "yarn":

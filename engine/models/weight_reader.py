@@ -12,6 +12,7 @@ import torch
 
 from millrace.engine.kernels.gpu.kernel_set import Stack
 from millrace.engine.kernels.operations import Collectives, Linear
+from millrace.engine.models.gguf_tensors import GgufTensors
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
 from millrace.engine.quantization.device_experts import MakeStack
@@ -22,6 +23,7 @@ from millrace.engine.quantization.weight import (
     QuantizedWeight,
     as_one,
     can_be_one,
+    in_one_form,
 )
 from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
@@ -103,6 +105,11 @@ class WeightReader:
         self._left = set(source)
         self._said_wide = False
 
+    @property
+    def keeps_quantized(self) -> bool:
+        """True if the weights of a GGUF file are multiplied as they are stored."""
+        return isinstance(self._source, GgufTensors)
+
     def tensor(self, name: str, shape: tuple[int, ...], part: Slice = WHOLE) -> torch.Tensor:
         """Read a tensor that is wide in every checkpoint, or a part of it."""
         tensor = self._load(name, shape, part)
@@ -131,6 +138,10 @@ class WeightReader:
     ) -> torch.Tensor | QuantizedWeight:
         """Read the weight of a linear map as it is stored, or a part of it."""
         name = f"{module}.weight"
+        if isinstance(self._source, GgufTensors) and self._source.is_quantized(name):
+            own = self._source.load_quantized(name, (num_outputs, num_inputs), part.rows)
+            self._left.discard(name)
+            return self._cut(own, Slice(columns=part.columns), module)
         scheme = self._quantization.scheme_of(module) if self._quantization else None
         if scheme is None or not isinstance(self._source, TensorIndex):
             return self.tensor(name, (num_outputs, num_inputs), part)
@@ -259,8 +270,8 @@ class WeightReader:
         rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not rounded:
             return linear_of(torch.cat(wide), bias, self.makers, self.makers.quantize)
-        if not wide and can_be_one(rounded):
-            return self.makers.quantized(as_one(rounded), bias)
+        if not wide and can_be_one(alike := in_one_form(rounded)):
+            return self.makers.quantized(as_one(alike), bias)
         return SplitLinear(
             [
                 linear_of(part, None if biases is None else biases[number], self.makers, None)
@@ -301,8 +312,8 @@ class WeightReader:
         if not rounded:
             whole = torch.cat(wide)
             return whole if self.makers.quantize is None else self.makers.quantize(whole)
-        if not wide and can_be_one(rounded):
-            return as_one(rounded)
+        if not wide and can_be_one(alike := in_one_form(rounded)):
+            return as_one(alike)
         return torch.cat([self._wide(part, prefix) for part in parts])
 
     def _wide_stack(

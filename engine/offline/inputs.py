@@ -15,7 +15,9 @@ import msgspec
 from millrace.engine.offline.chat import NO_CHAT, OfflineChat, read_chat
 from millrace.engine.offline.generated import OfflineRequest, generation_job
 from millrace.registry.catalogue import load_catalogue
+from millrace.registry.checkpoints.checkpoint import why_not_own
 from millrace.registry.served import ServedModel
+from millrace.registry.source import resolve
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind, check_parallel, check_quantization
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError, ParameterError
@@ -188,11 +190,11 @@ def load_served(
     # A path that does not exist must not be taken for a hub id.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     entry = known.entry_for(name)
-    if entry.is_gguf:
+    if entry.is_gguf and (reason := why_not_own(resolve(entry))):
         raise CheckpointError(
-            f"{entry.source} is a GGUF file, which only llama.cpp runs, not {asker}: "
-            f"serve it with millrace up --model {entry.source}, or name a checkpoint in "
-            "Hugging Face layout here."
+            f"{entry.source} is a GGUF file that {asker} cannot compute: {reason}. Serve it on "
+            f"llama.cpp with millrace up --model {entry.source}, or name a checkpoint in Hugging "
+            "Face layout here."
         )
     return ServedModel.load(known.with_model(name), entry.name)
 

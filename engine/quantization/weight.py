@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 # Inputs of a row that share a scale of ``INT16_GROUP``, whatever the weight's own groups.
 ROW_GROUP_INPUTS = 32
+_MOST_BITS = 8
 _MOST_INT8, _MOST_INT16, _MOST_FLOAT8 = 127.0, 32767.0, 448.0
 
 
@@ -164,6 +166,44 @@ def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
         and _same(part.order, first.order)
         for part in parts[1:]
     )
+
+
+def in_one_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Bring integer ``parts`` of different bits and groups to one form, with the same values.
+
+    It has the most bits and the smallest groups of the parts, and offsets if any part has. Parts
+    that differ in more than that stay as they are.
+    """
+    first = parts[0]
+    alike = all(
+        part.codes.dtype is torch.int8
+        and part.zeros is None
+        and part.activations is Activations.INT16_GROUP
+        and part.num_inputs % part.group_inputs == 0
+        and _same(part.order, first.order)
+        for part in parts
+    )
+    if not alike or can_be_one(parts):
+        return list(parts)
+    size = math.gcd(*(part.group_inputs for part in parts))
+    bits = max(part.bits for part in parts)
+    if any(part.code_zero for part in parts):
+        # Codes from 0 on need another bit beside signed ones.
+        largest = max(int(part.codes.max()) for part in parts)
+        bits = next(more for more in (bits, bits + 1, _MOST_BITS) if largest < 1 << more - 1)
+    has_offsets = any(part.offsets is not None for part in parts)
+    return [_in_form(part, min(bits, _MOST_BITS), size, has_offsets) for part in parts]
+
+
+def _in_form(
+    weight: QuantizedWeight, bits: int, group_inputs: int, has_offsets: bool
+) -> QuantizedWeight:
+    repeats = weight.group_inputs // group_inputs
+    scales = weight.scales.repeat_interleave(repeats, 1)
+    offsets = torch.zeros_like(scales) if has_offsets else None
+    if weight.offsets is not None:
+        offsets = weight.offsets.repeat_interleave(repeats, 1)
+    return replace(weight, scales=scales, offsets=offsets, bits=bits, group_inputs=group_inputs)
 
 
 def as_one(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -18,6 +18,8 @@ from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork
 from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.settings import resolve
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
+from millrace.registry.gguf.parts import GGUF_ENDING
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
@@ -49,7 +51,7 @@ def load_draft(path: Path, target: Runner, engine: ResolvedEngineConfig) -> Draf
         return HeadRunner.load(Path(wanted.eagle3), target, _whole_embedding(path, target, engine))
     if wanted.draft is None:
         return None
-    folder, cache = Path(wanted.draft), target.cache
+    folder, cache = _draft_folder(Path(wanted.draft)), target.cache
     config = EngineConfig(
         device="cpu",
         speculation="ngram",
@@ -59,6 +61,11 @@ def load_draft(path: Path, target: Runner, engine: ResolvedEngineConfig) -> Draf
     draft = ModelRunner.load(folder, resolve(folder, config))
     _check_draft(target, draft)
     return draft
+
+
+def _draft_folder(draft: Path) -> Path:
+    """Return the draft's folder, made from its file if it is a GGUF file."""
+    return checkpoint_folder(draft) if draft.suffix == GGUF_ENDING else draft
 
 
 def _whole_embedding(path: Path, target: ModelRunner, engine: ResolvedEngineConfig) -> torch.Tensor:

@@ -29,19 +29,29 @@ from millrace.schemas.errors import CheckpointError
 
 __all__ = [
     "GGUF_FILE",
+    "GGUF_IS_QUANTIZED",
+    "GGUF_PARTS",
+    "GGUF_WHY_NOT_OWN",
     "SUPPORTED_ARCHITECTURES",
     "CheckpointError",
     "ModelConfig",
     "ModelOutline",
     "TensorIndex",
     "TensorInfo",
+    "gguf_parts",
     "open_tensors",
     "read_model_config",
     "read_model_outline",
+    "why_not_own",
 ]
 
-# Set in the config.json of a folder that stands for a GGUF file.
+# Set in the config.json of a folder that stands for a GGUF file: the first of the model's files,
+# all of them, whether any tensor is quantized, and the reason why the own engine cannot compute it.
 GGUF_FILE = "gguf_file"
+GGUF_PARTS = "gguf_parts"
+GGUF_IS_QUANTIZED = "gguf_is_quantized"
+GGUF_WHY_NOT_OWN = "gguf_why_not_own"
+_GGUF_QUANTIZATION = QuantizationConfig(method="GGUF", rules=())
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -116,17 +126,40 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises:
         CheckpointError: names the file and the field that is missing, malformed or unsupported. For
-            an unsupported architecture it lists the supported ones; for a GGUF file it names the
-            engine that runs it.
+            an unsupported architecture it lists the supported ones; for a GGUF file that only
+            llama.cpp computes it has the reason.
     """
     fields = _fields(path)
-    if fields.get(GGUF_FILE) is not None:
+    reason = fields.string(GGUF_WHY_NOT_OWN, "")
+    if reason:
         raise CheckpointError(
-            f"{fields.get(GGUF_FILE)} is a GGUF file, and only llama.cpp computes these: start it "
-            "with --engine llamacpp, or name a checkpoint in Hugging Face layout."
+            f"{fields.get(GGUF_FILE)} cannot be computed by Millrace's own engine: {reason}. Start "
+            "it with --engine llamacpp, or name a checkpoint in Hugging Face layout."
         )
     architecture, family = _architecture(fields)
-    return config_of(fields, architecture, family)
+    config = config_of(fields, architecture, family)
+    if fields.boolean(GGUF_IS_QUANTIZED, default=False):
+        return msgspec.structs.replace(config, quantization=_GGUF_QUANTIZATION)
+    return config
+
+
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """Return the GGUF files that the folder ``path`` stands for; none if it is a checkpoint.
+
+    Raises:
+        CheckpointError: the folder has no readable ``config.json``.
+    """
+    return tuple(Path(file) for file in _fields(path).strings(GGUF_PARTS))
+
+
+def why_not_own(path: Path) -> str:
+    """Return why the own engine cannot compute the GGUF file of the folder ``path``; empty if it
+    can.
+
+    Raises:
+        CheckpointError: the folder has no readable ``config.json``.
+    """
+    return _fields(path).string(GGUF_WHY_NOT_OWN, "")
 
 
 def config_of(fields: JsonFields, architecture: str, family: Family) -> ModelConfig:
@@ -184,13 +217,16 @@ def read_model_outline(path: Path, *, any_architecture: bool = False) -> ModelOu
     file.
 
     A GGUF file may have any architecture. With ``any_architecture``, for third-party engines, a
-    folder may have any architecture and quantization too.
+    folder may have any architecture and quantization too, and a GGUF file's own names are kept.
 
     Raises:
         CheckpointError: as ``read_model_config`` does.
     """
     fields = _fields(path)
-    if fields.get(GGUF_FILE) is None:
+    is_gguf = fields.get(GGUF_FILE) is not None
+    if is_gguf and not any_architecture and not fields.string(GGUF_WHY_NOT_OWN, ""):
+        return read_model_config(path)
+    if not is_gguf:
         if not any_architecture or _is_ours(fields):
             return read_model_config(path)
         # Models for images or audio have the fields for text in a section of its own.

@@ -6,6 +6,8 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
+from millrace.registry.checkpoints.checkpoint import gguf_parts
+
 _DIGEST_BYTES = 8
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
@@ -17,19 +19,18 @@ def weights_fingerprint(
 ) -> str:
     """Return 16 hexadecimal digits that identify the weights in a checkpoint folder or file.
 
-    The digits also depend on the type that weights are rounded to when loaded, and on the type of
+    A folder that stands for a GGUF model has the fingerprint of its files. The digits also depend on the type that weights are rounded to when loaded, and on the type of
     keys and values.
 
     The fingerprint covers the name and size of each weights file and samples spread over it,
     beginning with the table of tensors. So two checkpoints of one shape differ, and a large one
     takes no longer than a small one. Empty if there are no weights.
     """
-    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-    files = [file for file in files if file.suffix in _SUFFIXES]
+    files = _weights_files(path)
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for file in files:
         # A single file may have any name.
-        name = "" if file == path else file.name
+        name = "" if len(files) == 1 and file.parent != path else file.name
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             digest.update(f"{name}:{size};".encode())
@@ -41,3 +42,12 @@ def weights_fingerprint(
     if kv_cache_dtype is not None:
         digest.update(f"keys and values in {kv_cache_dtype};".encode())
     return digest.hexdigest() if files else ""
+
+
+def _weights_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path] if path.suffix in _SUFFIXES else []
+    if (path / "config.json").is_file() and (parts := gguf_parts(path)):
+        return list(parts)
+    found = sorted(path.iterdir()) if path.is_dir() else []
+    return [file for file in found if file.suffix in _SUFFIXES]

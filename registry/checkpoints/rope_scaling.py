@@ -9,6 +9,8 @@ from typing import Any
 from millrace.registry.checkpoints.json_fields import JsonFields
 
 SUPPORTED_ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+# Kind that GGUF files have: a divisor for each pair's frequency.
+_FACTORS = "factors"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -41,6 +43,8 @@ def read_rope(
     kind = inner.get("rope_type") or inner.get("type") or "default"
     if kind == "default":
         return theta, None
+    if kind == _FACTORS:
+        return theta, {"rope_type": kind, "factors": _factors(inner)}
     if kind not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
         raise fields.bad(name, f"an object with a rope_type of default, {supported}")
@@ -59,6 +63,14 @@ def read_rope(
         if high <= low:
             raise inner.bad("high_freq_factor", f"above low_freq_factor ({low:g})")
     return theta, scaling
+
+
+def _factors(inner: JsonFields) -> tuple[float, ...]:
+    factors = inner.get(_FACTORS)
+    is_list = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
+    if not is_list or not all(math.isfinite(x) and x > 0 for x in factors):
+        raise inner.bad(_FACTORS, "a list of positive numbers, one for each pair of a head")
+    return tuple(float(factor) for factor in factors)
 
 
 def _yarn(inner: JsonFields, default_factor: float) -> dict[str, Any]:
@@ -87,10 +99,10 @@ def _mscale(factor: float, weight: float) -> float:
 def extended_window(max_position_embeddings: int, scaling: Mapping[str, Any] | None) -> int:
     """Return the number of tokens that a model supports with its scaling.
 
-    Files with llama3 scaling have the longer window in ``max_position_embeddings``; files with YaRN
-    may or may not.
+    Files with llama3 scaling or factors have the longer window in ``max_position_embeddings``;
+    files with YaRN may or may not.
     """
-    if scaling is None or scaling["rope_type"] == "llama3":
+    if scaling is None or scaling["rope_type"] in ("llama3", _FACTORS):
         return max_position_embeddings
     trained = scaling[_ORIGINAL] if scaling["rope_type"] == "yarn" else max_position_embeddings
     factor: float = scaling["factor"]

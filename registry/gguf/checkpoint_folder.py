@@ -11,9 +11,19 @@ from typing import Any
 
 from gguf.constants import Keys
 
-from millrace.registry.checkpoints.checkpoint import GGUF_FILE
+from millrace.registry.checkpoints.checkpoint import (
+    GGUF_FILE,
+    GGUF_IS_QUANTIZED,
+    GGUF_PARTS,
+    GGUF_WHY_NOT_OWN,
+)
 from millrace.registry.checkpoints.json_fields import JsonFields
 from millrace.registry.gguf.gguf_file import GgufFile, read_gguf
+from millrace.registry.gguf.own_config import (
+    has_quantized_matrix,
+    is_own_architecture,
+    own_config,
+)
 from millrace.registry.gguf.parts import model_name_of, parts_of
 from millrace.registry.gguf.tokenizer import read_tokenizer
 from millrace.registry.gguf.vocabulary import Vocabulary
@@ -59,13 +69,16 @@ def _check_parts(file: Path) -> None:
 
 
 def _target(file: Path) -> Path:
-    """Return the folder's path, named by the file's state and the code of this package.
+    """Return the folder's path, named by the state of the model's files and the code of this
+    package.
 
     So a changed file or another version of the package never gets an old folder.
     """
     try:
-        status = file.stat()
-        digest = hashlib.sha256(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+        digest = hashlib.sha256(f"{file}".encode())
+        for part in parts_of(file.name):
+            status = file.with_name(part).stat()
+            digest.update(f" {status.st_size} {status.st_mtime_ns}".encode())
         for source in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(source.read_bytes())
         return cache_folder() / "gguf" / f"{model_name_of(file.name)}-{digest.hexdigest()[:16]}"
@@ -106,8 +119,9 @@ def _contents(gguf: GgufFile) -> dict[str, Any]:
     vocabulary, tokenizer, settings = read_tokenizer(fields)
     _check_embedding(gguf, fields, len(vocabulary.tokens))
     pooling = _pooling(fields, architecture)
+    config = _config(fields, architecture, vocabulary) | {"has_head": pooling is None}
     contents = {
-        "config.json": _config(fields, architecture, vocabulary) | {"has_head": pooling is None},
+        "config.json": config | _own_fields(gguf, architecture, has_head=pooling is None),
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": settings,
     }
@@ -131,6 +145,19 @@ def _config(fields: JsonFields, architecture: str, vocabulary: Vocabulary) -> di
     }
 
 
+def _own_fields(gguf: GgufFile, architecture: str, *, has_head: bool) -> dict[str, Any]:
+    """Return the fields for Millrace's own engine, or why it cannot compute the model."""
+    names = parts_of(gguf.path.name)
+    paths: dict[str, Any] = {GGUF_PARTS: [str(gguf.path.with_name(name)) for name in names]}
+    if not is_own_architecture(architecture):
+        return paths | {GGUF_WHY_NOT_OWN: f"its architecture is {architecture}"}
+    parts = [gguf, *(read_gguf(gguf.path.with_name(name)) for name in names[1:])]
+    own = own_config(parts, has_head=has_head)
+    if own.why_not:
+        return paths | {GGUF_WHY_NOT_OWN: own.why_not}
+    return paths | {**own.fields, GGUF_IS_QUANTIZED: has_quantized_matrix(parts)}
+
+
 def _pooling(fields: JsonFields, architecture: str) -> str | None:
     """Return the pooling of an embedding model; None for other models."""
     key = Keys.LLM.POOLING_TYPE.format(arch=architecture)
@@ -143,7 +170,8 @@ def _pooling(fields: JsonFields, architecture: str) -> str | None:
 
 
 def _check_embedding(gguf: GgufFile, fields: JsonFields, num_tokens: int) -> None:
-    shape = gguf.shapes.get(_EMBEDDING)
+    stored = gguf.tensors.get(_EMBEDDING)
+    shape = None if stored is None else stored.shape
     count = fields.get(Keys.Split.LLM_KV_SPLIT_COUNT) or 1
     if count != len(parts_of(gguf.path.name)):
         raise fields.bad(Keys.Split.LLM_KV_SPLIT_COUNT, "the number of files in the file's name")

@@ -1,4 +1,4 @@
-"""Header of a GGUF file: its metadata and tensor shapes, read without the weights.
+"""Header of a GGUF file: its metadata and the places of its tensors, read without the weights.
 
 The layout is that of the format's public specification, versions 2 and 3. The ``gguf`` package also
 has a reader, but it keeps an array for each token and each merge (11 s and 660 MB for Llama 3's
@@ -47,16 +47,42 @@ _NUMPY_TYPES: dict[GGUFValueType, np.dtype[Any]] = {
 _KV_NUMBER_BYTES = 2
 
 
+class GgufTensor(NamedTuple):
+    """Place of a tensor in a GGUF file.
+
+    ``shape`` has the contiguous dimension first, as in the format. ``kind`` is the number of its
+    type, which may be unknown here. ``offset`` is in bytes from the file's start.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data; 0 for an unknown type."""
+        if self.kind not in set(GGMLQuantizationType):
+            return 0
+        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
+        return math.prod(self.shape) * block_bytes // block_size
+
+    @property
+    def kind_name(self) -> str:
+        """Name of its type, as Q4_K."""
+        if self.kind not in set(GGMLQuantizationType):
+            return f"type {self.kind}"
+        return GGMLQuantizationType(self.kind).name
+
+
 class GgufFile(NamedTuple):
     """Header of a GGUF file.
 
-    ``metadata`` is by key, with arrays as lists. ``shapes`` is by tensor name, with the contiguous
-    dimension first, as in the format.
+    ``metadata`` is by key, with arrays as lists; ``tensors`` is by name.
     """
 
     path: Path
     metadata: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, GgufTensor]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -84,26 +110,27 @@ def _read(path: Path, stream: BinaryIO) -> GgufFile:
             raise CheckpointError(f"{path}: key {key!r:.80} is there twice.")
         header.part = f"key {key!r:.80}"
         metadata[key] = header.value()
-    shapes: dict[str, tuple[int, ...]] = {}
-    ends: dict[str, int] = {}
+    tensors: dict[str, GgufTensor] = {}
     for _ in range(num_tensors):
         header.part = "its list of tensors"
         name = header.string()
-        if name in shapes:
+        if name in tensors:
             raise CheckpointError(f"{path}: tensor {name!r:.80} is there twice.")
         header.part = f"tensor {name!r:.80}"
-        shapes[name], ends[name] = header.tensor()
+        tensors[name] = header.tensor()
     alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path}: key {Keys.General.ALIGNMENT} must be a positive integer.")
     start = -(-header.position // alignment) * alignment
-    for name, end in ends.items():
-        if start + end > header.file_bytes:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor._replace(offset=start + tensor.offset)
+        end = start + tensor.offset + tensor.num_bytes
+        if end > header.file_bytes:
             raise CheckpointError(
-                f"{path} is truncated: tensor {name!r:.80} ends at byte {start + end}, the file at "
+                f"{path} is truncated: tensor {name!r:.80} ends at byte {end}, the file at "
                 f"byte {header.file_bytes}."
             )
-    return GgufFile(path, metadata, shapes)
+    return GgufFile(path, metadata, tensors)
 
 
 class _Header:
@@ -154,20 +181,13 @@ class _Header:
         self._check_left(length * 8)  # each begins with its length
         return [self.string() for _ in range(length)]
 
-    def tensor(self) -> tuple[tuple[int, ...], int]:
-        """Read a tensor, and return (shape, end of its data in bytes from the start of all
-        data).
-        """
+    def tensor(self) -> GgufTensor:
+        """Read a tensor, whose offset is from the start of all data here."""
         num_dimensions = self._number("<I", 4)
         if num_dimensions > _MAX_DIMENSIONS:
             raise self._damaged(f"has {num_dimensions} dimensions")
         shape = tuple(self._number("<Q", 8) for _ in range(num_dimensions))
-        kind = self._number("<I", 4)
-        offset = self._number("<Q", 8)
-        if kind not in set(GGMLQuantizationType):
-            return shape, offset  # a type of a newer llama.cpp, of unknown size
-        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        return shape, offset + math.prod(shape) * block_bytes // block_size
+        return GgufTensor(shape, self._number("<I", 4), self._number("<Q", 8))
 
     def _kind(self) -> GGUFValueType:
         number = self._number("<I", 4)

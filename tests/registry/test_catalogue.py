@@ -46,6 +46,18 @@ def test_the_built_in_catalogue() -> None:
     assert entry.prices.output_per_million == Decimal("0.40")
 
 
+def test_a_model_that_is_offered_only_by_name() -> None:
+    catalogue = load_catalogue("")
+    assert catalogue.names() == ("demo",)
+    with pytest.raises(ModelNotFoundError, match="Models: demo, smollm2"):
+        catalogue.get("smollm2")
+    entry = catalogue.entry_for("smollm2")
+    assert entry.is_gguf
+    named = catalogue.with_model("smollm2")
+    assert named.names() == ("demo", "smollm2")
+    assert named.get("smollm2") == entry
+
+
 def test_every_field(tmp_path: Path) -> None:
     catalogue = written(
         tmp_path,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.registry.served import ServedModel
-from millrace.registry.source import gguf_file
 from millrace.runtime.clock import Clock
 from millrace.runtime.connection_settings import check_user_data
 from millrace.runtime.tasks import outcome_unless
@@ -76,14 +75,10 @@ async def start_server_engine(
         # The weights of a server that was started elsewhere are unknown.
         engine.weights = ""
     else:
-        weights = await asyncio.to_thread(_weights_of, model)
+        weights = await asyncio.to_thread(weights_fingerprint, model.path)
         engine = await _launch(dialect, clock)
         engine.weights = weights
     return engine
-
-
-def _weights_of(model: ServedModel) -> str:
-    return weights_fingerprint(gguf_file(model.entry) if model.entry.is_gguf else model.path)
 
 
 async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:

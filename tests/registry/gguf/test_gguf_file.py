@@ -79,14 +79,21 @@ def test_values_of_every_type(tmp_path: Path) -> None:
     assert file.metadata["yes"] is True
 
 
-def test_shapes_of_plain_and_quantized_tensors(tmp_path: Path) -> None:
+def test_places_of_plain_and_quantized_tensors(tmp_path: Path) -> None:
     def add(writer: GGUFWriter) -> None:
         writer.add_custom_alignment(64)
         writer.add_tensor("a", np.zeros((3, 5), np.float32))
         blocks = np.zeros((4, 34), np.uint8)
         writer.add_tensor("b", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
 
-    assert read_gguf(written(tmp_path / "x.gguf", add)).shapes == {"a": (5, 3), "b": (32, 4)}
+    tensors = read_gguf(written(tmp_path / "x.gguf", add)).tensors
+    assert {name: (tensor.shape, tensor.kind_name) for name, tensor in tensors.items()} == {
+        "a": ((5, 3), "F32"),
+        "b": ((32, 4), "Q8_0"),
+    }
+    assert tensors["b"].num_bytes == 4 * 34
+    assert tensors["b"].offset - tensors["a"].offset == 64
+    assert tensors["a"].offset % 64 == 0
 
 
 def header(*parts: bytes, version: int = 3, num_tensors: int = 0, num_keys: int = 1) -> bytes:
