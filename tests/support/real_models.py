@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import pytest
 import torch
 
+from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.registry.source import gguf_file, resolve
 
@@ -54,3 +56,16 @@ def write_wide(entry: ModelEntry, folder: Path, dtype: Literal["bfloat16", "floa
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     return folder
+
+
+def fetched_smollm2() -> ModelEntry:
+    """Return the entry of SmolLM2 once its file is in the cache folder, or skip the test.
+
+    Where no test may be skipped (``REQUIRE_ALL_TESTS``), the test fails instead.
+    """
+    entry = smollm2()
+    try:
+        gguf_file(entry)
+    except ModelSourceError as error:
+        pytest.skip(f"needs a real model: {error.message}")
+    return entry
