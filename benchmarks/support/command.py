@@ -59,6 +59,8 @@ def run_command(
 ) -> int:
     """Run a function whose parameters are options, and write its figures to the chosen files.
 
+    Positional-only parameters are arguments without an option's name.
+
     Returns 0 if the goals were met, else 1. A run with ``--smoke`` has no goals.
     """
     parser = command_parser(f"{name} --only {part}" if part else name, description)
@@ -66,11 +68,17 @@ def run_command(
     parser.add_argument(
         "--save", action="store_true", help="write the figures to benchmarks/results"
     )
+    positional = []
     for parameter in signature(function, eval_str=True).parameters.values():
-        _add_option(parser, parameter)
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            parser.add_argument(parameter.name, type=parameter.annotation)
+            positional.append(parameter.name)
+        else:
+            _add_option(parser, parameter)
     options = vars(parser.parse_args(given))
+    arguments = [options.pop(name) for name in positional]
     file, is_saved = options.pop("json"), options.pop("save")
-    result = function(**options) or PartResult(None)
+    result = function(*arguments, **options) or PartResult(None)
     if is_saved:
         file = RESULTS / (result.file or (f"{name}/{part}.json" if part else f"{name}.json"))
     write_json(file, result.figures)

@@ -1,0 +1,1 @@
+"""Engine on real public models."""
