@@ -147,7 +147,8 @@ def _fitted_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low = groups.amin(-1, keepdim=True)
     span = groups.amax(-1, keepdim=True) - low
     importance = groups.square().mean(-1, keepdim=True).sqrt() + groups.abs()
-    total = importance.sum(-1, keepdim=True)
+    # Groups of zeros have no importance at all.
+    total = importance.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     weighted = importance * groups
     mean = weighted.sum(-1, keepdim=True) / total
     # The rest is about the weighted means, which decorrelates the scale from the offset.
