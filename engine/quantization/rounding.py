@@ -19,7 +19,7 @@ _LEAST_INT4, _MOST_INT4 = -8, 7
 _LEAST_RATIO, _NUM_RATIOS = 0.5, 20
 
 # Inputs that share a scale in weights for rows of int16, and elements that are rounded at a time.
-_SMALL_GROUP, _SLAB = 32, 1 << 22
+_SMALL_GROUP, _SLAB = 32, 1 << 17
 # Numbers of steps into which candidates divide a group's range, beside the 15 between 16 codes.
 _STEPS = (13.5, 14.0, 14.25, 14.5, 14.75, 15.0, 15.25, 15.5, 16.0)
 # Least scale that half precision stores with six bits, and the share of scales below it, whose
@@ -174,7 +174,7 @@ def _fitted_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _slabs(weight: torch.Tensor, *others: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Yield some outputs of ``weight`` at a time, float32 [..., num_groups, 32], and of ``others``.
 
-    Rounding takes several times the memory of what it rounds.
+    Rounding takes several times the memory of what it rounds, which then stays in the cache.
     """
     num_outputs = max(1, _SLAB // weight.shape[1])
     for begin in range(0, len(weight), num_outputs):
