@@ -180,6 +180,7 @@ def test_weights_quantized_at_load_are_slices_of_the_quantized_whole(
     rows=st.none() | st.sampled_from([range(8), range(3), range(3, 8), range(7, 8)]),
     bits=st.sampled_from([4, 8]),
     has_zeros=st.booleans(),
+    has_offsets=st.booleans(),
     has_order=st.booleans(),
 )
 def test_slices_have_the_values_of_the_whole(
@@ -189,10 +190,17 @@ def test_slices_have_the_values_of_the_whole(
     rows: range | None,
     bits: int,
     has_zeros: bool,
+    has_offsets: bool,
     has_order: bool,
 ) -> None:
     weight = random_weight(
-        8, num_groups, group_inputs, bits=bits, has_zeros=has_zeros, has_order=has_order
+        8,
+        num_groups,
+        group_inputs,
+        bits=bits,
+        has_zeros=has_zeros,
+        has_offsets=has_offsets,
+        has_order=has_order,
     )
     columns = None
     if cut is not None:
@@ -205,7 +213,9 @@ def test_slices_have_the_values_of_the_whole(
     wanted = wanted if columns is None else wanted[:, columns.start : columns.stop]
     assert torch.equal(values, wanted)
     assert isinstance(part, torch.Tensor) is (has_order and columns is not None)
-    kept = [part] if isinstance(part, torch.Tensor) else [part.codes, part.scales, part.zeros]
+    kept: list[torch.Tensor | None] = [part] if isinstance(part, torch.Tensor) else []
+    if not isinstance(part, torch.Tensor):
+        kept = [part.codes, part.scales, part.zeros, part.offsets]
     for own in kept:
         assert own is None or own.untyped_storage().nbytes() == own.numel() * own.element_size()
 

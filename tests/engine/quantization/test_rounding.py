@@ -12,7 +12,9 @@ from millrace.engine.quantization.rounding import (
     quantize_at_load,
     rounded_float8,
     rounded_int4,
+    rounded_int4_groups,
     rounded_int8,
+    rounded_int8_groups,
 )
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
@@ -56,6 +58,69 @@ def test_float8_keeps_three_bits_behind_the_first() -> None:
     # The least numbers of the type are 2^-9 apart.
     bound = torch.maximum(weight.abs() / 16, step * 2**-10)
     assert ((made.values() - weight).abs() <= bound * 1.0001).all()
+
+
+def test_int8_groups_are_off_by_half_a_step_at_most() -> None:
+    weight = drawn(20, 96)
+    made = rounded_int8_groups(weight)
+    assert (made.codes.dtype, made.bits, made.group_inputs) == (torch.int8, 8, 32)
+    assert (made.activations, made.offsets) == (Activations.INT16_GROUP, None)
+    step = weight.reshape(20, 3, 32).abs().amax(-1) / 127
+    torch.testing.assert_close(made.scales, step, rtol=2**-6, atol=0)
+    errors = (made.values() - weight).reshape(20, 3, 32).abs().amax(-1)
+    # A scale in half precision may be too small for the largest weight of its group.
+    assert (errors <= step * 0.51 + (step - made.scales).clamp(min=0) * 127).all()
+
+
+def test_int4_groups_have_a_scale_and_an_offset() -> None:
+    weight = drawn(12, 256)
+    made = rounded_int4_groups(weight)
+    assert (made.bits, made.group_inputs, made.activations) == (4, 32, Activations.INT16_GROUP)
+    assert (int(made.codes.min()), int(made.codes.max())) == (-8, 7)
+    assert made.offsets is not None
+    assert made.scales.shape == made.offsets.shape == (12, 8)
+    assert relative_error(made, weight) < 0.085
+    # Groups off the middle are no worse.
+    assert relative_error(rounded_int4_groups(weight.abs() + 3), weight.abs() + 3) < 0.03
+
+
+def test_int4_groups_keep_large_weights() -> None:
+    """Errors weighted by magnitudes are smaller than those of the smallest and largest weight."""
+    weight = drawn(64, 512).reshape(64, 16, 32)
+    made = rounded_int4_groups(weight.flatten(1)).values().reshape(weight.shape)
+    low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    plain = ((weight - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    importance = weight.square().mean(-1, keepdim=True).sqrt() + weight.abs()
+    ours, theirs = ((importance * (one - weight).square()).sum() for one in (made, plain))
+    assert ours < 0.85 * theirs
+
+
+@pytest.mark.parametrize("rounded", [rounded_int8_groups, rounded_int4_groups])
+def test_scales_of_groups_are_stored_in_half_precision_if_it_holds_them(rounded: Rounded) -> None:
+    weight = drawn(12, 128)
+    for factor, is_half in ((1.0, True), (1e-6, False), (1e9, False)):
+        made = rounded(weight * factor)
+        numbers = [made.scales, *(() if made.offsets is None else (made.offsets,))]
+        assert all(torch.equal(one.half().float(), one) for one in numbers) == is_half
+        assert relative_error(made, weight * factor) < 0.085
+
+
+@pytest.mark.parametrize(
+    ("rounded", "plain"),
+    [(rounded_int8_groups, rounded_int8), (rounded_int4_groups, rounded_int4)],
+)
+def test_inputs_that_32_does_not_divide_are_rounded_without_groups_of_32(
+    rounded: Rounded, plain: Rounded
+) -> None:
+    weight = drawn(6, 48)
+    made, expected = rounded(weight), plain(weight)
+    assert torch.equal(made.values(), expected.values())
+    assert made.activations is expected.activations
+
+
+def test_a_constant_group_keeps_its_value() -> None:
+    weight = torch.full((2, 64), 0.375)
+    assert torch.equal(rounded_int4_groups(weight).values(), weight)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -107,7 +172,10 @@ def test_a_group_divides_the_inputs(num_inputs: int, wanted: int, size: int) -> 
     torch.testing.assert_close(made.values(), torch.ones(2, num_inputs), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("rounded", [rounded_int8, rounded_int4, rounded_float8])
+@pytest.mark.parametrize(
+    "rounded",
+    [rounded_int8, rounded_int4, rounded_float8, rounded_int8_groups, rounded_int4_groups],
+)
 def test_zeros_stay_zeros(rounded: Rounded) -> None:
     weight = drawn(4, 64)
     weight[1] = 0

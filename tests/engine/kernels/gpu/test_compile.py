@@ -126,8 +126,8 @@ def test_what_an_engine_launches_compiles_once_for_any_length(
 def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(
     compiler: CompilingProcess,
 ) -> None:
-    layout = "int4 zeros"
-    done = compiler.run("-m", "benchmarks.gpu_compile", "--json", "--quantized", layout)
+    layouts = ("int4 zeros", "int4 offsets")
+    done = compiler.run("-m", "benchmarks.gpu_compile", "--json", "--quantized", *layouts)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []
