@@ -117,8 +117,10 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between layers: the weights', or float32 on a CPU."""
-        return torch.float32 if self._operations.has_wide_residual else self.dtype
+        """Dtype of the hidden states between layers: the weights', on a CPU at least float32."""
+        if not self._operations.has_wide_residual:
+            return self.dtype
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -233,7 +235,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         weight = self._weights.final_norm
         if not self._operations.has_wide_residual:
             return self._operations.rms_norm(hidden, weight)
-        return F.rms_norm(hidden, weight.shape, weight.float(), self._epsilon)
+        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), self._epsilon)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits, float32 [num_rows, vocab_size], of rows of ``forward``.

@@ -62,10 +62,10 @@ def unrounded_linear(
 ) -> torch.Tensor:
     """Multiply ``rows`` with ``weight`` transposed, to float32 [num_rows, num_outputs], by torch.
 
-    A CPU's library rounds products of 16-bit numbers. So there ``weight`` [num_outputs, num_inputs]
-    is widened, some outputs at a time.
+    Rows in float64 stay so. A CPU's library rounds products of 16-bit numbers. So there ``weight``
+    [num_outputs, num_inputs] is widened, some outputs at a time.
     """
-    if rows.dtype is torch.float32:
+    if rows.dtype.itemsize >= torch.float32.itemsize:
         return F.linear(rows, weight, bias)
     if rows.device.type == "cuda":
         product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
