@@ -6,6 +6,9 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
+# Changed when a type of keys and values makes other values than before, so that no request moves
+# between workers that round differently.
+_CACHE_ROUNDINGS = {"int8": "int8 with a scale for 32 elements"}
 _DIGEST_BYTES = 8
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
@@ -39,5 +42,6 @@ def weights_fingerprint(
     if quantization is not None:
         digest.update(f"rounded to {quantization};".encode())
     if kv_cache_dtype is not None:
-        digest.update(f"keys and values in {kv_cache_dtype};".encode())
+        rounding = _CACHE_ROUNDINGS.get(kv_cache_dtype, kv_cache_dtype)
+        digest.update(f"keys and values in {rounding};".encode())
     return digest.hexdigest() if files else ""
