@@ -24,6 +24,10 @@ class Format(IntEnum):
     FLOAT8 = 2
     INT4 = 3
     INT8_DOT = 4
+    GROUP4 = 6
+    GROUP5 = 7
+    GROUP6 = 8
+    GROUP8 = 9
 
 
 class RowCodes(IntEnum):
@@ -35,6 +39,7 @@ class RowCodes(IntEnum):
     FLOAT8 = 3
     FLOAT8_STATIC = 4
     FLOAT8_GROUPS = 5
+    INT16_GROUPS = 6
 
 
 class _Weight(ctypes.Structure):
@@ -44,11 +49,16 @@ class _Weight(ctypes.Structure):
         ("format", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("activation_scale", ctypes.c_float),
+        ("scale_type", ctypes.c_int32),
+        ("code_zero", ctypes.c_int32),
     )
 
 
 class Panels(NamedTuple):
-    """Tensors to which ``Weight`` of weights.h points."""
+    """Tensors to which ``Weight`` of weights.h points.
+
+    ``scales`` and ``offsets`` are float32, or both float16 for formats of groups.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
@@ -60,7 +70,8 @@ class Panels(NamedTuple):
 class PackedWeight:
     """Weight [num_outputs, num_inputs] for the products of ``CpuKernels``.
 
-    ``group_inputs`` inputs share a scale. Owns ``panels``. ``address`` is the address of a
+    ``group_inputs`` inputs share a scale. ``code_zero`` was added to the codes of a format of
+    groups. Owns ``panels``. ``address`` is the address of a
     ``Weight``, valid while this object lives.
 
     Raises:
@@ -76,13 +87,17 @@ class PackedWeight:
         format: Format = Format.BFLOAT16,  # noqa: A002 (its name in weights.h)
         row_codes: RowCodes = RowCodes.NONE,
         row_scale: float = 1.0,
+        code_zero: int = 0,
     ) -> None:
         self.num_outputs, self.num_inputs = shape
         if self.num_inputs % INPUT_MULTIPLE:
             raise ValueError(f"{self.num_inputs} inputs are no multiple of {INPUT_MULTIPLE}")
         self._panels = panels
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in panels]
-        self._weight = _Weight(*pointers, group_inputs, format, row_codes, row_scale)
+        is_half = panels.scales is not None and panels.scales.dtype is torch.float16
+        self._weight = _Weight(
+            *pointers, group_inputs, format, row_codes, row_scale, is_half, code_zero
+        )
 
     @property
     def address(self) -> int:

@@ -19,7 +19,6 @@ from millrace.engine.quantization.linear import MakeQuantized, SplitLinear
 from millrace.engine.quantization.rounding import Quantize
 from millrace.engine.quantization.slicing import sliced
 from millrace.engine.quantization.weight import (
-    Activations,
     QuantizedWeight,
     as_one,
     can_be_one,
@@ -182,7 +181,7 @@ class WeightReader:
     def _wide(self, weight: torch.Tensor | QuantizedWeight, module: str) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
             return weight
-        if weight.activations is not Activations.WIDE:
+        if not weight.activations.may_stay_wide:
             raise CheckpointError(
                 f"{self.path}: the inputs of {module} are rounded ({weight.activations.value}), "
                 "which is not supported for a router, nor for experts on this device. Use a "
@@ -393,5 +392,6 @@ def _on(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
         codes=weight.codes.to(device),
         scales=weight.scales.to(device),
         zeros=None if weight.zeros is None else weight.zeros.to(device),
+        offsets=None if weight.offsets is None else weight.offsets.to(device),
         order=None if weight.order is None else weight.order.to(device),
     )

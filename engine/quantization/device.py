@@ -73,7 +73,7 @@ def quantized_linears(
             said.add(reason)
             _log.warning("some quantized weights are widened to %s: %s", dtype, reason)
         linear = product(weight.values().to(dtype), bias)
-        if weight.activations is Activations.WIDE:
+        if weight.activations.may_stay_wide:
             return linear
         return RoundedLinear(linear, weight.rounding)
 
@@ -83,13 +83,15 @@ def quantized_linears(
 def why_not_packed(weight: QuantizedWeight) -> str | None:
     """Return why the kernels cannot multiply by ``weight``, or None if they can."""
     activations = weight.activations
-    is_wide = activations is Activations.WIDE
+    is_wide = activations.may_stay_wide
     is_float8 = weight.codes.dtype is torch.float8_e4m3fn
     if not is_wide and weight.bits == 8:
         if is_float8 is (activations in _INT8):
             return f"codes of {weight.codes.dtype} for rows of {activations.value}"
         if weight.zeros is not None:
             return "zeros of 8 bits for rows of 8 bits"
+    if weight.offsets is not None and (weight.zeros is not None or not is_wide):
+        return f"offsets beside zeros or for rows of {activations.value}"
     group_inputs = _group_inputs(weight)
     if activations is Activations.FLOAT8_GROUP and group_inputs:
         if weight.order is not None:
@@ -113,5 +115,6 @@ def why_not_packed(weight: QuantizedWeight) -> str | None:
 
 
 def _group_inputs(weight: QuantizedWeight) -> int:
-    """Return the inputs of a group, or 0 for a single group."""
-    return weight.group_inputs if weight.scales.shape[1] > 1 else 0
+    """Return the inputs of a group, or 0 for a single group without offsets."""
+    has_one = weight.scales.shape[1] == 1 and weight.offsets is None
+    return 0 if has_one else weight.group_inputs

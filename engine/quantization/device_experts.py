@@ -17,7 +17,7 @@ from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.quantization.device import NO_KERNELS, why_not_packed
 from millrace.engine.quantization.device_linear import packed, rounded
-from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
+from millrace.engine.quantization.weight import QuantizedWeight, Rounding
 from millrace.schemas.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels:
             said.add(reason)
             _log.warning("some quantized experts are widened to %s: %s", dtype, reason)
         stack = torch.stack([weight.values().to(dtype) for weight in weights])
-        if rounding.activations is Activations.WIDE:
+        if rounding.activations.may_stay_wide:
             return stack
         return RoundedStack(stack, rounding, kernels)
 
@@ -134,6 +134,7 @@ def _why_not_stacked(weights: Sequence[QuantizedWeight]) -> str | None:
             return "each expert has inputs in an order of its own"
         if (weight.bits, weight.codes.dtype) != (first.bits, first.codes.dtype) or (
             weight.scales.shape != first.scales.shape
+            or (weight.offsets is None) != (first.offsets is None)
         ):
             return "experts of a layer are quantized in several ways"
     return None

@@ -15,6 +15,8 @@ from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_gr
 from millrace.engine.kernels.operations import Linear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 
+_PACKED_BITS, _INT4_ZERO = 4, 8
+
 
 class QuantizedDeviceLinear(Linear):
     """Linear map of a weight that ``device.why_not_packed`` accepts.
@@ -41,7 +43,7 @@ class QuantizedDeviceLinear(Linear):
         self._rounding = weight.rounding
         # float32 [1, num_outputs] if torch may compute this.
         self._library_scales: torch.Tensor | None = None
-        is_rounded = weight.activations is not Activations.WIDE
+        is_rounded = not weight.activations.may_stay_wide
         if is_rounded and not fixed and library_takes(self._weight, dtype):
             self._library_scales = self._weight.scales.float()
 
@@ -79,10 +81,15 @@ class QuantizedDeviceLinear(Linear):
 
 def packed(weight: QuantizedWeight) -> PackedWeight:
     """Return ``weight`` in the kernels' layout, on its device."""
+    codes, offsets = weight.codes, weight.offsets
+    if offsets is not None and weight.bits == _PACKED_BITS and weight.code_zero == 0:
+        # The kernels' codes are signed.
+        codes, offsets = codes - _INT4_ZERO, offsets + weight.scales * _INT4_ZERO
     return PackedWeight.of(
-        weight.codes,
+        codes,
         weight.scales,
         weight.zeros,
+        offsets,
         group_inputs=weight.group_inputs,
         bits=weight.bits,
     )
@@ -91,7 +98,7 @@ def packed(weight: QuantizedWeight) -> PackedWeight:
 def rounded(rows: torch.Tensor, rounding: Rounding) -> torch.Tensor | RoundedRows:
     """Return ``rows`` [num_rows, num_inputs] rounded for the kernels."""
     kind = rounding.activations
-    if kind is Activations.WIDE:
+    if kind.may_stay_wide:
         return rows
     if kind is Activations.FLOAT8_GROUP and rows.shape[1] > rounding.group_inputs:
         return round_groups(rows, rounding.group_inputs)

@@ -20,23 +20,26 @@ MakeQuantized = Callable[[QuantizedWeight, torch.Tensor | None], Linear]
 class DequantizedLinear(Linear):
     """Linear map whose weight is widened to ``dtype`` at load.
 
-    Rows are rounded as the checkpoint asks. It takes the memory of a wide weight and returns the
-    numbers of the quantized one. ``bias`` is [num_outputs].
+    Rows are rounded as the checkpoint asks, unless they may stay wide. It takes the memory of a
+    wide weight and returns the numbers of the quantized one. ``bias`` is [num_outputs].
     """
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
-        self._round = weight.rounding
+        self._rounding = None if weight.activations.may_stay_wide else weight.rounding
         self._weight = weight.values().to(dtype)
         self.size = WeightSize.of(self._weight)
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(self._round(rows), self._weight, self._bias)
+        return F.linear(self._operand(rows), self._weight, self._bias)
 
     def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
-        return unrounded_linear(self._round(rows), self._weight, self._bias)
+        return unrounded_linear(self._operand(rows), self._weight, self._bias)
+
+    def _operand(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._rounding is None else self._rounding(rows)
 
 
 class SplitLinear(Linear):

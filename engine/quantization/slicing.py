@@ -26,7 +26,7 @@ def sliced(weight: QuantizedWeight, part: Slice, module: str) -> QuantizedWeight
     """
     columns = part.columns
     if columns is not None and weight.order is not None:
-        if weight.activations is not Activations.WIDE:
+        if not weight.activations.may_stay_wide:
             raise CheckpointError(
                 f"The inputs of {module} are rounded ({weight.activations.value}) and reordered, "
                 "which several ranks do not support. Use a checkpoint without activation order, or "
@@ -47,6 +47,7 @@ def _rows(weight: QuantizedWeight, rows: range | None) -> QuantizedWeight:
         codes=weight.codes[own].clone(),
         scales=weight.scales[own].clone(),
         zeros=None if weight.zeros is None else weight.zeros[own].clone(),
+        offsets=None if weight.offsets is None else weight.offsets[own].clone(),
     )
 
 
@@ -68,6 +69,7 @@ def _columns(weight: QuantizedWeight, columns: range, module: str) -> QuantizedW
         codes=codes,
         scales=weight.scales.index_select(1, groups),
         zeros=None if weight.zeros is None else weight.zeros.index_select(1, groups),
+        offsets=None if weight.offsets is None else weight.offsets.index_select(1, groups),
         group_inputs=size,
     )
 

@@ -10,14 +10,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-_MOST_INT8, _MOST_FLOAT8 = 127.0, 448.0
+# Inputs of a row that share a scale of ``INT16_GROUP``, whatever the weight's own groups.
+ROW_GROUP_INPUTS = 32
+_MOST_INT8, _MOST_INT16, _MOST_FLOAT8 = 127.0, 32767.0, 448.0
 
 
 class Activations(enum.Enum):
     """Format to which rows are rounded before a quantized weight multiplies them.
 
     A scale of ``_TOKEN`` is a row's largest magnitude over the largest of the type. ``_GROUP`` has
-    such a scale for each of the weight's groups of inputs. The scale of ``_TENSOR`` is a constant.
+    such a scale for each of the weight's groups of inputs, and ``INT16_GROUP`` one for each 32
+    inputs. The scale of ``_TENSOR`` is a constant.
     """
 
     WIDE = "wide"
@@ -26,18 +29,28 @@ class Activations(enum.Enum):
     FLOAT8_TOKEN = "float8_token"  # noqa: S105 (a token of text)
     FLOAT8_TENSOR = "float8_tensor"
     FLOAT8_GROUP = "float8_group"
+    INT16_GROUP = "int16_group"
 
     @property
     def is_static(self) -> bool:
         """True if the scale is a constant."""
         return self in (Activations.INT8_TENSOR, Activations.FLOAT8_TENSOR)
 
+    @property
+    def may_stay_wide(self) -> bool:
+        """True if products may take rows in the model's dtype.
+
+        ``INT16_GROUP`` serves products of integers. It changes rows less than their dtype rounds
+        them, so products of floats leave it out.
+        """
+        return self in (Activations.WIDE, Activations.INT16_GROUP)
+
 
 class Rounding(NamedTuple):
     """Rounding of rows.
 
     ``scale`` is the constant of static ``activations``. ``group_inputs`` is the number of inputs
-    that share a scale of ``FLOAT8_GROUP``.
+    that share a scale of ``FLOAT8_GROUP`` or ``INT16_GROUP``.
     """
 
     activations: Activations
@@ -50,9 +63,10 @@ class Rounding(NamedTuple):
         if kind is Activations.WIDE:
             return rows
         is_int8 = kind in (Activations.INT8_TOKEN, Activations.INT8_TENSOR)
-        most = _MOST_INT8 if is_int8 else _MOST_FLOAT8
+        is_int16 = kind is Activations.INT16_GROUP
+        most = _MOST_INT8 if is_int8 else _MOST_INT16 if is_int16 else _MOST_FLOAT8
         values = rows.float()
-        if kind is Activations.FLOAT8_GROUP:
+        if kind in (Activations.FLOAT8_GROUP, Activations.INT16_GROUP):
             padded = F.pad(values, (0, -rows.shape[1] % self.group_inputs))
             num_groups = padded.shape[1] // self.group_inputs
             values = padded.view(len(rows), num_groups, self.group_inputs)
@@ -65,6 +79,8 @@ class Rounding(NamedTuple):
         scaled = values / scales
         if is_int8:
             codes = scaled.clamp(-most - 1, most).round()
+        elif is_int16:
+            codes = scaled.clamp(-most, most).round()
         else:
             codes = scaled.clamp(-most, most).to(torch.float8_e4m3fn).float()
         return (codes * scales).flatten(1)[:, : rows.shape[1]].to(rows.dtype)
@@ -72,14 +88,16 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """Weight [num_outputs, num_inputs] of a linear map; each number is (code - zero) * scale.
+    """Weight [num_outputs, num_inputs] of a linear map.
 
-    ``codes`` is [num_outputs, num_inputs], int8, or float8_e4m3fn with ``bits`` 8. With 4 ``bits``,
-    codes are from -8 to 7. ``scales`` is float32 [num_outputs, num_groups], one for each
+    Each number is (code - zero) * scale + offset. ``codes`` is [num_outputs, num_inputs], int8, or
+    float8_e4m3fn with ``bits`` 8. Codes of 4, 5 or 6 ``bits`` are signed, or with ``offsets`` all
+    signed or all from 0 on. ``scales`` is float32 [num_outputs, num_groups], one for each
     ``group_inputs`` neighbouring codes of an output; the last group may be shorter. ``zeros`` is
-    int16 shaped as ``scales``, or None if all are 0, as for floats. ``order`` is int64
-    [num_inputs], the input that each column of ``codes`` multiplies, or None if columns are in the
-    inputs' order. ``activation_scale`` is the constant of static ``activations``.
+    int16 shaped as ``scales``, or None if all are 0, as for floats. ``offsets`` is float32 shaped
+    as ``scales``, or None if all are 0. ``order`` is int64 [num_inputs], the input that each column
+    of ``codes`` multiplies, or None if columns are in the inputs' order. ``activation_scale`` is
+    the constant of static ``activations``.
     """
 
     codes: torch.Tensor
@@ -90,11 +108,24 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
     activations: Activations = Activations.WIDE
     activation_scale: float | None = None
+    offsets: torch.Tensor | None = None
 
     @property
     def rounding(self) -> Rounding:
         """Rounding of the rows that it multiplies."""
-        return Rounding(self.activations, self.activation_scale, self.group_inputs)
+        is_int16 = self.activations is Activations.INT16_GROUP
+        group_inputs = ROW_GROUP_INPUTS if is_int16 else self.group_inputs
+        return Rounding(self.activations, self.activation_scale, group_inputs)
+
+    @property
+    def code_zero(self) -> int:
+        """Number that moves codes of 4, 5 or 6 ``bits`` to 0 and above; else 0.
+
+        Codes without contents, on the meta device, count as signed.
+        """
+        codes = self.codes
+        is_signed = self.offsets is None or codes.is_meta or bool((codes < 0).any())
+        return 1 << self.bits - 1 if self.bits < 8 and is_signed else 0
 
     @property
     def num_outputs(self) -> int:
@@ -110,6 +141,8 @@ class QuantizedWeight:
         if self.zeros is not None:
             values -= self._of_each_input(self.zeros.to(dtype))
         values *= self._of_each_input(self.scales.to(dtype))
+        if self.offsets is not None:
+            values += self._of_each_input(self.offsets.to(dtype))
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
@@ -130,6 +163,8 @@ def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
         and part.group_inputs == first.group_inputs
         and part.activations == first.activations
         and part.activation_scale == first.activation_scale
+        and (part.offsets is None) == (first.offsets is None)
+        and part.code_zero == first.code_zero
         and _same(part.order, first.order)
         for part in parts[1:]
     )
@@ -150,7 +185,13 @@ def as_one(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         zeros=zeros,
+        offsets=_joined([part.offsets for part in parts]),
     )
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if given else None
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -20,6 +20,7 @@
 
 #include "adapters.h"
 #include "elementwise.h"
+#include "group_dot.h"
 #include "lanes.h"
 #include "weights.h"
 
@@ -37,7 +38,9 @@ enum class Finish { kWrite, kAdd, kGate };
 
 // Arguments of a product. `rows` [num_rows, num_inputs] are bfloat16, or made by `prepare_row` if
 // the weight needs that, with `scales` [num_rows, num_scales], and for a weight with zeros the
-// `sums` of their groups [num_rows, num_groups]. `out` is [num_rows, num_outputs], or half as wide
+// `sums` of their groups [num_rows, num_groups]. For formats of groups, `rows` are int16
+// [num_inputs / 32, num_rows, 32] with `scales` [num_inputs / 32, num_rows], `sums` and `starts`
+// [num_groups, num_rows], see `prepare_group_row`. `out` is [num_rows, num_outputs], or half as wide
 // for kGate, whose panels are the gates, then the ups. `adapted` is null if no row has an adapter.
 // `wide` [num_rows, num_outputs], if not null, takes the place of `out` for kWrite and kAdd: it gets
 // the float32 sums without rounding.
@@ -49,6 +52,7 @@ struct Product {
   Finish finish;
   const float* scales = nullptr;
   const float* sums = nullptr;
+  const int32_t* starts = nullptr;
   const AdaptedRows* adapted = nullptr;
   float* wide = nullptr;
 
@@ -167,13 +171,19 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
     sum_bytes<kRows>(static_cast<const uint8_t*>(product.rows) + row * stride, stride, panels,
                      ahead, product.num_inputs, dots);
     for (int v = 0; v < 2; ++v) {
-      const Floats scale = load(weight.scales + panel(v) * kLanes);
+      const Floats scale = load(static_cast<const float*>(weight.scales) + panel(v) * kLanes);
       const auto* offsets = static_cast<const int32_t*>(weight.offsets) + panel(v) * kLanes;
       for (int r = 0; r < kRows; ++r) {
         const Ints dot = dots[r][v] - unaligned<Ints>(offsets);
         sums[r][v] = __builtin_convertvector(dot, Floats) * (scale * row_scales[r]);
       }
     }
+  } else if constexpr (has_groups(kFormat)) {
+    const GroupRows rows{static_cast<const int16_t*>(product.rows) + row * kBlockInputs,
+                         product.scales + row, product.sums + row, product.starts + row,
+                         product.num_rows};
+    sum_groups<kFormat, kRows>(weight, rows, product.num_inputs, {panels.first, panels.second},
+                               {panel(0), panel(1)}, [&] { ask(ahead); }, sums);
   } else if constexpr (kFormat == Format::kBFloat16) {
     const BFloat16* rows = static_cast<const BFloat16*>(product.rows) + row * stride;
     sum_pairs<kFormat, kRows>(rows, stride, panels, ahead, product.num_inputs, sums);
@@ -188,7 +198,7 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
       panels.second += group_bytes;
       for (int v = 0; v < 2; ++v) {
         const int64_t at = (panel(v) * num_groups + group) * kLanes;
-        const Floats scale = load(weight.scales + at);
+        const Floats scale = load(static_cast<const float*>(weight.scales) + at);
         for (int r = 0; r < kRows; ++r) {
           Floats part = dots[r][v] * scale;
           if (weight.offsets != nullptr) {
@@ -265,7 +275,10 @@ constexpr auto kTilesOf =
 // Functions by format.
 constexpr std::array kMultiplyTile{kTilesOf<Format::kBFloat16>, kTilesOf<Format::kInt8>,
                                    kTilesOf<Format::kFloat8>, kTilesOf<Format::kInt4>,
-                                   kTilesOf<Format::kInt8Dot>, kTilesOf<Format::kCodes>};
+                                   kTilesOf<Format::kInt8Dot>, kTilesOf<Format::kCodes>,
+                                   kTilesOf<Format::kGroup4>,  kTilesOf<Format::kGroup5>,
+                                   kTilesOf<Format::kGroup6>,  kTilesOf<Format::kGroup8>,
+                                   kTilesOf<Format::kGroupCodes>};
 
 // Converts a panel of codes to bfloat16.
 template <Format kFormat>
@@ -278,9 +291,18 @@ void widen_panel(const std::byte* from, int64_t num_inputs, std::byte* to) {
 }
 
 // Functions by format; null where widening gains nothing.
-constexpr std::array<void (*)(const std::byte*, int64_t, std::byte*), 5> kWidenPanel{
-    nullptr, widen_panel<Format::kInt8>, widen_panel<Format::kFloat8>, widen_panel<Format::kInt4>,
-    nullptr};
+constexpr std::array<void (*)(const std::byte*, int64_t, std::byte*), kMultiplyTile.size()>
+    kWidenPanel{nullptr,
+                widen_panel<Format::kInt8>,
+                widen_panel<Format::kFloat8>,
+                widen_panel<Format::kInt4>,
+                nullptr,
+                nullptr,
+                widen_groups<Format::kGroup4>,
+                widen_groups<Format::kGroup5>,
+                widen_groups<Format::kGroup6>,
+                widen_groups<Format::kGroup8>,
+                nullptr};
 
 // `next` is this thread's next item, or `item` itself. Each of the first tiles prefetches a part of
 // its panels, so that no thread waits for memory between two items.
@@ -308,15 +330,18 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
     kWidenPanel[format](panels.first, product.num_inputs, widened.data());
     kWidenPanel[format](panels.second, product.num_inputs, widened.data() + size);
     panels = {widened.data(), widened.data() + size};
-    format = static_cast<size_t>(Format::kCodes);
+    format = static_cast<size_t>(has_groups(product.weight->format) ? Format::kGroupCodes
+                                                                    : Format::kCodes);
   }
   const auto& tiles = kMultiplyTile[format];
-  const int64_t lines_around = octet_bytes(product.weight->format) / kLineBytes;
+  const int64_t turn = turn_inputs(product.weight->format);
+  const int64_t lines_around =
+      octet_bytes(product.weight->format) * turn / kUnrolled / kLineBytes;
   const int64_t lines =
       next / items.num_parts == two ? 0 : (lines_around + num_tiles - 1) / num_tiles;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
     const int64_t end = count * (tile + 1) / num_tiles;
-    const int64_t from = tile * lines * product.num_inputs / kUnrolled * kLineBytes;
+    const int64_t from = tile * lines * product.num_inputs / turn * kLineBytes;
     const bool fetches = tile * lines < lines_around;
     if (product.adapted != nullptr && next / items.num_parts != two) {
       for (int64_t r = begin + row; r < begin + end; ++r) {
@@ -355,15 +380,22 @@ class PreparedRows {
   explicit PreparedRows(int64_t num_inputs)
       : codes_(elements<BFloat16>(num_inputs)),
         scales_(elements<float>(num_inputs / kLanes + 1)),
-        sums_(elements<float>(num_inputs / kLanes + 1)) {}
+        sums_(elements<float>(num_inputs / kLanes + 1)),
+        starts_(elements<int32_t>(num_inputs / kLanes + 1)) {}
 
   void prepare(const Product& product, int64_t row) {
     thread_local std::vector<BFloat16> scratch;
     scratch.resize(static_cast<size_t>(product.num_inputs));
-    auto* codes = reinterpret_cast<std::byte*>(codes_.get()) + row * product.row_bytes();
-    prepare_row(*product.weight,
-                static_cast<const BFloat16*>(product.rows) + row * product.num_inputs,
-                product.num_inputs, scratch.data(), codes,
+    const auto* from = static_cast<const BFloat16*>(product.rows) + row * product.num_inputs;
+    if (has_groups(product.weight->format)) {
+      prepare_group_row(*product.weight, from, product.num_inputs, product.num_rows,
+                        scratch.data(),
+                        reinterpret_cast<int16_t*>(codes_.get()) + row * kBlockInputs,
+                        scales_.get() + row, sums_.get() + row, starts_.get() + row);
+      return;
+    }
+    prepare_row(*product.weight, from, product.num_inputs, scratch.data(),
+                reinterpret_cast<std::byte*>(codes_.get()) + row * product.row_bytes(),
                 scales_.get() + row * product.num_scales(),
                 sums_.get() + row * product.num_groups());
   }
@@ -372,6 +404,7 @@ class PreparedRows {
     product.rows = codes_.get();
     product.scales = scales_.get();
     product.sums = sums_.get();
+    product.starts = starts_.get();
     return product;
   }
 
@@ -383,6 +416,7 @@ class PreparedRows {
 
   std::unique_ptr<BFloat16[]> codes_;
   std::unique_ptr<float[]> scales_, sums_;
+  std::unique_ptr<int32_t[]> starts_;
 };
 
 inline void multiply(Product product) {

@@ -12,8 +12,18 @@
 // | int4      | one vector of 32 half words; the k-th nibble of each is that of pair k, plus 8    |
 // | int8 dot  | 2 vectors, one per 4 inputs: the four bytes of the first output ...               |
 //
+// | format    | contents of a panel for each 32 inputs                                            |
+// |-----------|-----------------------------------------------------------------------------------|
+// | 8 bits    | as int8                                                                           |
+// | 4 bits    | as int4, with codes plus `code_zero` in the nibbles                               |
+// | 5 bits    | the lowest four as 4 bits, then a vector of half words: bit i of each is the fifth |
+// |           | bit of pair i                                                                     |
+// | 6 bits    | the lowest four as 4 bits, then a vector of half words for each 16 inputs: bits 2i |
+// |           | and 2i + 1 of each are the highest bits of pair i                                 |
+//
 // Integers and e4m3 are exact in bfloat16, whose dot products of pairs multiply them with rows of
-// bfloat16. int8 dot multiplies them with rows of bytes and sums integers.
+// bfloat16. int8 dot multiplies them with rows of bytes and sums integers. Formats of 32 inputs
+// multiply them with rows of int16, see group_dot.h.
 
 #pragma once
 
@@ -31,27 +41,61 @@ constexpr int64_t kPanelOutputs = kLanes;
 constexpr int kUnrolled = 8;
 constexpr int64_t kLineBytes = 64;
 
-// kCodes are codes of another format in bfloat16, to which products convert them.
-enum class Format : int32_t { kBFloat16, kInt8, kFloat8, kInt4, kInt8Dot, kCodes };
+// kCodes are codes of another format in bfloat16, to which products convert them, and kGroupCodes in
+// int16. kGroup4 to kGroup8 have 4, 5, 6 and 8 bits and groups of 16 or 32 inputs.
+enum class Format : int32_t {
+  kBFloat16,
+  kInt8,
+  kFloat8,
+  kInt4,
+  kInt8Dot,
+  kCodes,
+  kGroup4,
+  kGroup5,
+  kGroup6,
+  kGroup8,
+  kGroupCodes
+};
+
+constexpr bool has_groups(Format format) { return format >= Format::kGroup4; }
 
 // Bytes of a panel for each 8 inputs.
 constexpr int64_t octet_bytes(Format format) {
-  return format == Format::kBFloat16 || format == Format::kCodes ? 4 * kLineBytes
-         : format == Format::kInt4                                ? kLineBytes
+  return format == Format::kBFloat16 || format == Format::kCodes ||
+                 format == Format::kGroupCodes
+             ? 4 * kLineBytes
+         : format == Format::kInt4 || format == Format::kGroup4   ? kLineBytes
+         : format == Format::kGroup5                              ? kLineBytes * 5 / 4
+         : format == Format::kGroup6                              ? kLineBytes * 6 / 4
                                                                   : 2 * kLineBytes;
 }
 
+// Inputs after which a product prefetches.
+constexpr int64_t turn_inputs(Format format) { return has_groups(format) ? 32 : kUnrolled; }
+
 // Rounding of a row before a product. Dynamic scales are those of the row, or of each group of its
 // inputs.
-enum class Activation : int32_t { kNone, kInt8, kInt8Static, kFloat8, kFloat8Static, kFloat8Groups };
+enum class Activation : int32_t {
+  kNone,
+  kInt8,
+  kInt8Static,
+  kFloat8,
+  kFloat8Static,
+  kFloat8Groups,
+  kInt16Groups
+};
+
+enum class ScaleType : int32_t { kFloat, kFloat16 };
 
 // Weight of a product. `scales` [num_panels, num_groups, 16] is null for bfloat16. A group's sum
 // becomes scale * (sum - zero * sum of the inputs). `offsets`, of the same shape or null, are scale
-// * zero. For int8 dot they are 128 times the sums of the weights: int32 [num_panels, 16]. `order`
-// [num_inputs], the input at each place, and `bias` [num_outputs] may be null.
+// * zero. For int8 dot they are 128 times the sums of the weights: int32 [num_panels, 16]. For
+// formats of groups, each value is (code - code_zero) * scale + offset, and scales and offsets are
+// of `scale_type`; otherwise scales are float32. `order` [num_inputs], the input at each place, and
+// `bias` [num_outputs] may be null.
 struct Weight {
   const std::byte* codes;
-  const float* scales;
+  const void* scales;
   const void* offsets;
   const BFloat16* bias;
   const int64_t* order;
@@ -59,7 +103,14 @@ struct Weight {
   Format format;
   Activation activation;
   float activation_scale;
+  ScaleType scale_type;
+  int32_t code_zero;
 
+  // 16 of `from`, which is `scales` or `offsets` of a format of groups, from element `at` on.
+  Floats load_scales(const void* from, int64_t at) const {
+    return scale_type == ScaleType::kFloat16 ? load(static_cast<const Float16*>(from) + at)
+                                             : load(static_cast<const float*>(from) + at);
+  }
   bool has_zeros() const { return offsets != nullptr && format != Format::kInt8Dot; }
   bool prepares() const {
     return order != nullptr || activation != Activation::kNone || has_zeros();
@@ -276,15 +327,20 @@ inline float sum_of(const BFloat16* row, int64_t count) {
   return sum(sums);
 }
 
+// A row in the order of the weight's columns: itself, or a copy in `scratch`.
+inline const BFloat16* in_order(const Weight& weight, const BFloat16* row, int64_t num_inputs,
+                                BFloat16* scratch) {
+  if (weight.order == nullptr) return row;
+  for (int64_t i = 0; i < num_inputs; ++i) scratch[i] = row[weight.order[i]];
+  return scratch;
+}
+
 // Rounds a row for `weight`. `codes` gets codes in bfloat16, or bytes plus 128 for int8 dot, and
 // `scales` one scale for the row or for each group. `scratch` holds a row. Widths and groups are
 // multiples of 16.
 inline void round_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
                       BFloat16* scratch, void* codes, float* scales) {
-  if (weight.order != nullptr) {
-    for (int64_t i = 0; i < num_inputs; ++i) scratch[i] = row[weight.order[i]];
-    row = scratch;
-  }
+  row = in_order(weight, row, num_inputs, scratch);
   const Activation activation = weight.activation;
   if (activation == Activation::kNone) {
     std::memcpy(codes, row, static_cast<size_t>(num_inputs) * sizeof *row);

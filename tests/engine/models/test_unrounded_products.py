@@ -85,7 +85,8 @@ def test_unrounded_products_are_float32(make: Make) -> None:
     exact = rows.double() @ _values(linear)
     product = linear.unrounded(rows)
     assert product.dtype is torch.float32
-    assert (product - exact).abs().max() < 1e-5 * exact.abs().max()
+    # Rows that are rounded to int16 differ by 2e-5; bfloat16 would round the product by 2e-3.
+    assert (product - exact).abs().max() < 1e-4 * exact.abs().max()
     torch.testing.assert_close(linear(rows), product.bfloat16(), atol=0.3, rtol=0.02)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
@@ -19,11 +21,19 @@ def random_weight(
     bits: int = 8,
     has_zeros: bool = False,
     has_order: bool = False,
+    has_offsets: bool = False,
+    is_signed: bool = True,
     activations: Activations = Activations.WIDE,
 ) -> QuantizedWeight:
-    """Draw a weight about as large as a wide weight of the same width."""
+    """Draw a weight about as large as a wide weight of the same width.
+
+    Codes of fewer than 8 bits begin at 0 if not ``is_signed``.
+    """
     num_inputs = num_groups * group_inputs
-    least, most = (-8, 8) if bits == 4 else (-128, 128)
+    most = 1 << bits - 1
+    least = -most
+    if not is_signed:
+        least, most = 0, 2 * most
     if is_float:
         codes = (torch.randn(num_outputs, num_inputs) * 60).to(torch.float8_e4m3fn)
     else:
@@ -42,14 +52,19 @@ def random_weight(
         order=torch.randperm(num_inputs) if has_order else None,
         activations=activations,
         activation_scale=0.03 if activations.is_static else None,
+        offsets=torch.randn(num_outputs, num_groups) / 4 if has_offsets else None,
     )
+
+
+def in_half(weight: QuantizedWeight) -> QuantizedWeight:
+    """Round the scales and offsets of ``weight`` to half precision."""
+    offsets = None if weight.offsets is None else weight.offsets.half().float()
+    return replace(weight, scales=weight.scales.half().float(), offsets=offsets)
 
 
 def exact_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
     """Compute the product in float64, with rows rounded as the weight asks."""
     rounded = rows if weight.order is None else rows[:, weight.order]
     rounded = weight.rounding(rounded.double().float())
-    in_order = QuantizedWeight(
-        weight.codes, weight.scales, weight.group_inputs, weight.bits, weight.zeros
-    )
+    in_order = replace(weight, order=None)
     return rounded.double() @ in_order.values(torch.float64).T
