@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.adapters.rows import (
     AdaptedProducts,
@@ -104,6 +105,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         self._operations = operations
         self._collectives = collectives
         shard = WHOLE_MODEL if collectives is None else Shard(collectives.rank, collectives.size)
+        self._epsilon = config.rms_norm_eps
         self._first_token = vocabulary_range(config.vocab_size, shard).start
         self._rope = Rope(config, weights.embedding.device)
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
@@ -115,8 +117,10 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between layers: the weights', or float32 on a CPU."""
-        return torch.float32 if self._operations.has_wide_residual else self.dtype
+        """Dtype of the hidden states between layers: the weights', on a CPU at least float32."""
+        if not self._operations.has_wide_residual:
+            return self.dtype
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -227,8 +231,11 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return hidden, operations.rms_norm(hidden, following)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to rows of ``forward``, as for embeddings."""
-        return self._operations.rms_norm(hidden, self._weights.final_norm)
+        """Apply the final norm to rows of ``forward``, in ``hidden_dtype``, as for embeddings."""
+        weight = self._weights.final_norm
+        if not self._operations.has_wide_residual:
+            return self._operations.rms_norm(hidden, weight)
+        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), self._epsilon)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits, float32 [num_rows, vocab_size], of rows of ``forward``.
@@ -237,12 +244,13 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         One of several ranks computes the logits of its own tokens.
         """
         assert self._weights.head is not None, "the checkpoint has no head for logits"
-        return self._weights.head.unrounded(self.normed(hidden))
+        normed = self._operations.rms_norm(hidden, self._weights.final_norm)
+        return self._weights.head.unrounded(normed)
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor:
         """Compute labels, float32 [num_rows, num_labels], of ``normed``, before any activation."""
         assert self._weights.classifier is not None, "the checkpoint has no classifier for labels"
-        return torch.nn.functional.linear(normed.float(), self._weights.classifier)
+        return F.linear(normed.float(), self._weights.classifier)
 
 
 def _plus(

@@ -157,8 +157,13 @@ class DeviceLinear(Linear):
         """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
         if self._is_ours(len(rows)):
             return self._kernels.linear(
-                rows, self._weight, self._bias, residual=total, fixed=self._fixed
+                *(rows, self._weight, self._bias),
+                residual=total,
+                fixed=self._fixed,
+                dtype=total.dtype,
             )
+        if total.dtype is not rows.dtype:
+            return total.add_(self.unrounded(rows))
         total.addmm_(rows, self._weight.t())
         return total if self._bias is None else total.add_(self._bias)
 

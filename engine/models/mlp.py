@@ -100,7 +100,9 @@ def plus_mlp(
 
 
 def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> torch.Tensor:
-    """Compute a mixture, one expert after another, to float32 [num_rows, hidden_size].
+    """Compute a mixture, one expert after another, to [num_rows, hidden_size] in float32.
+
+    Rows in float64 stay so.
 
     Rows are sorted by expert, so that each chosen expert runs once over its rows. A row's results
     are summed in the order of its choices, independent of the rest of the batch.
@@ -121,16 +123,15 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
         counts = counts[begin:end]
         order = order[before : before + sum(counts)]
     sorted_rows = rows.index_select(0, order // mixture.num_chosen)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     computed = [
-        expert.down.plus(
-            torch.zeros(own.shape, dtype=torch.float32), expert.gate_up.gated(own, swiglu)
-        )
+        expert.down.plus(torch.zeros(own.shape, dtype=dtype), expert.gate_up.gated(own, swiglu))
         for expert, own in zip(mixture.experts, torch.split(sorted_rows, counts), strict=True)
         if len(own)
     ]
     # Results of experts on other ranks stay 0.
     make = torch.empty if is_whole else torch.zeros
-    results = make(len(flat), rows.shape[1], dtype=torch.float32)
+    results = make(len(flat), rows.shape[1], dtype=dtype)
     if computed:
         results.index_copy_(0, order, torch.cat(computed))
     by_choice = results.view(len(rows), mixture.num_chosen, -1)

@@ -73,7 +73,7 @@ class StepResult(NamedTuple):
     """Result of a step.
 
     ``logits``, float32 [num_wanted, vocab_size], are of the requested rows; ``states`` [num_tokens,
-    hidden_size] are all rows after the final norm, if requested, in the weights' dtype.
+    hidden_size] are all rows after the final norm, if requested, in float32, too.
     """
 
     logits: torch.Tensor
@@ -106,12 +106,10 @@ class Pipeline:
         last: StageLink,
         config: ModelConfig,
         size: int,
-        dtype: torch.dtype,
     ) -> None:
         self._lead = lead
         self._first = first
         self._last = last
-        self._dtype = dtype
         self._hidden_size = config.hidden_size
         self._widths = vocabulary_widths(config, size)
         self._num_sent = 0
@@ -149,7 +147,7 @@ class Pipeline:
         with self._lead.together():
             self._last.wait_written(number, bound=True)
             parts = [
-                _rows(self._last.part(number, rank), num_wanted, width, torch.float32)
+                _rows(self._last.part(number, rank), num_wanted, width)
                 for rank, width in enumerate(self._widths)
             ]
             logits = torch.cat(parts, 1)
@@ -157,7 +155,7 @@ class Pipeline:
             if wants_states:
                 begin = num_wanted * self._widths[0] * torch.float32.itemsize
                 part = self._last.part(number)[begin:]
-                states = _rows(part, num_tokens, self._hidden_size, self._dtype).clone()
+                states = _rows(part, num_tokens, self._hidden_size).clone()
             self._last.done(number)
         return StepResult(logits, states)
 
@@ -168,11 +166,12 @@ class Pipeline:
                 self._last.wait_written(self._num_sent - 1, bound=True)
 
 
-def _rows(part: memoryview, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows at the start of ``part``, in the same memory."""
+def _rows(part: memoryview, num_rows: int, width: int) -> torch.Tensor:
+    """Return the float32 rows at the start of ``part``, in the same memory."""
     if not num_rows:
-        return torch.empty(0, width, dtype=dtype)
-    return torch.frombuffer(part, dtype=dtype, count=num_rows * width).view(num_rows, width)
+        return torch.empty(0, width)
+    count = num_rows * width
+    return torch.frombuffer(part, dtype=torch.float32, count=count).view(num_rows, width)
 
 
 class GroupParts(NamedTuple):

@@ -211,7 +211,7 @@ class CpuGroup:
         )
         if not links:
             return GroupRunner(parts)
-        pipeline = Pipeline(lead, links[0], links[1], config, shard.size, decoder.dtype)
+        pipeline = Pipeline(lead, links[0], links[1], config, shard.size)
         if engine.remote_stages:
             cache.others = RemoteParts(
                 pipeline, members, self._remote_block_bytes, engine.rank_timeout_s

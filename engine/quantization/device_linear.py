@@ -54,7 +54,7 @@ class QuantizedDeviceLinear(Linear):
         return self._multiplied(rows, None, torch.float32)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._multiplied(rows, total, self._dtype)
+        return self._multiplied(rows, total, total.dtype)
 
     def _multiplied(
         self, rows: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype

@@ -33,11 +33,13 @@ class DequantizedLinear(Linear):
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        operand = rows if self._rounding is None else self._rounding(rows)
-        return F.linear(operand, self._weight, self._bias)
+        return F.linear(self._operand(rows), self._weight, self._bias)
 
     def unrounded(self, rows: torch.Tensor) -> torch.Tensor:
-        return unrounded_linear(self._round(rows), self._weight, self._bias)
+        return unrounded_linear(self._operand(rows), self._weight, self._bias)
+
+    def _operand(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._rounding is None else self._rounding(rows)
 
 
 class SplitLinear(Linear):
@@ -63,10 +65,10 @@ def unrounded_linear(
 ) -> torch.Tensor:
     """Multiply ``rows`` with ``weight`` transposed, to float32 [num_rows, num_outputs], by torch.
 
-    A CPU's library rounds products of 16-bit numbers. So there ``weight`` [num_outputs, num_inputs]
-    is widened, some outputs at a time.
+    Rows in float64 stay so. A CPU's library rounds products of 16-bit numbers. So there ``weight``
+    [num_outputs, num_inputs] is widened, some outputs at a time.
     """
-    if rows.dtype is torch.float32:
+    if rows.dtype.itemsize >= torch.float32.itemsize:
         return F.linear(rows, weight, bias)
     if rows.device.type == "cuda":
         product = torch.mm(rows, weight.t(), out_dtype=torch.float32)

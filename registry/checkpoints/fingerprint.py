@@ -8,6 +8,9 @@ from pathlib import Path
 
 from millrace.registry.checkpoints.checkpoint import gguf_parts
 
+# Changed when a type of keys and values makes other values than before, so that no request moves
+# between workers that round differently.
+_CACHE_ROUNDINGS = {"int8": "int8 with a scale for 32 elements"}
 _DIGEST_BYTES = 8
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
@@ -43,7 +46,8 @@ def weights_fingerprint(
     if quantization is not None:
         digest.update(f"rounded to {quantization}, {_ROUNDING};".encode())
     if kv_cache_dtype is not None:
-        digest.update(f"keys and values in {kv_cache_dtype};".encode())
+        rounding = _CACHE_ROUNDINGS.get(kv_cache_dtype, kv_cache_dtype)
+        digest.update(f"keys and values in {rounding};".encode())
     return digest.hexdigest() if files else ""
 
 

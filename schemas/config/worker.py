@@ -101,7 +101,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     kv_cache_dtype: str = "auto"
     """Type of cached keys and values. ``auto``: the type of the weights. ``fp8`` (e4m3, on a GPU)
-    and ``int8`` (on a CPU) have 8 bits, with a scale for each head of each token."""
+    and ``int8`` (on a CPU) have 8 bits, with scales for each head of each token."""
 
     device: str = "auto"
     """``cpu``, ``cuda`` or ``cuda:N``; ``auto``: a GPU if there is one."""

@@ -46,7 +46,8 @@ class TorchOperations:
         )
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(rows.float(), weight.shape, weight.float(), self._epsilon)
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        normed = F.rms_norm(rows.to(dtype), weight.shape, weight.to(dtype), self._epsilon)
         return normed.to(weight.dtype)
 
     def add_norm(

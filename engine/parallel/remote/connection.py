@@ -29,7 +29,7 @@ class StageRefusedError(StageError, code="stage_refused", retryable=False):
 
 
 # Version of this protocol, of ``messages`` and of ``control``: both sides must have the same.
-VERSION = 4
+VERSION = 5
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
 HEADER_BYTES = _HEADER.size

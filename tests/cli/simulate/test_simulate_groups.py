@@ -77,10 +77,10 @@ def test_the_command_divides_and_adds(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert code == 0
     shown = capsys.readouterr().out
-    assert "4 devices share that; a step takes 1.61 ms + 0.00874 ms a token + 0.000428" in shown
+    assert "4 devices share that; a step takes 1.61 ms + 0.00874 ms a token + 0.000855" in shown
     setup, (fair,) = report["setup"], report["policies"]
     assert (setup["gpus_per_worker"], setup["worker"]["engine"]["tensor_parallel"]) == (4.0, 4)
-    alone_ms = 40 / 4 + 161 * 0.01 + 0.00874 + 0.000428
+    alone_ms = 40 / 4 + 161 * 0.01 + 0.00874 + 0.000855
     assert fair["overall"]["tpot_ms"]["p50"] == pytest.approx(alone_ms, rel=0.01)
 
 
