@@ -190,16 +190,17 @@ class _Model:
         return "Mistral" if has_windows else "Llama"
 
     def _biases(self) -> dict[str, Any]:
-        """Return which biases there are. Llama's attention has all or none."""
+        """Return which biases there are. Attention has all or none."""
         has = {
             module: f"blk.0.{module}.bias" in self._tensors
             for module in ("attn_q", "attn_k", "attn_v", "attn_output")
         }
-        is_llama = self._architecture == _LLAMA
-        if is_llama and len(set(has.values())) != 1:
+        # In Qwen2 all but the output have one.
+        is_qwen2 = self._architecture == "qwen2"
+        if not is_qwen2 and len(set(has.values())) != 1:
             raise _NotOursError("only some projections of its attention have a bias")
         mlp = [f"blk.0.{module}.bias" in self._tensors for module in ("ffn_gate", "ffn_down")]
-        return {"attention_bias": is_llama and has["attn_q"], "mlp_bias": all(mlp)}
+        return {"attention_bias": not is_qwen2 and has["attn_q"], "mlp_bias": all(mlp)}
 
     def _mlp(self, num_experts: int) -> dict[str, Any]:
         if not num_experts:
