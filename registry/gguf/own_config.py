@@ -145,7 +145,9 @@ class _Model:
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._size(Keys.Attention.HEAD_COUNT_KV, num_heads),
             "head_dim": head_dim,
-            "rms_norm_eps": self._fields.positive_float(self._key(Keys.Attention.LAYERNORM_RMS_EPS)),
+            "rms_norm_eps": self._fields.positive_float(
+                self._key(Keys.Attention.LAYERNORM_RMS_EPS)
+            ),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "rope_theta": self._fields.positive_float(self._key(Keys.Rope.FREQ_BASE), 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
@@ -302,5 +304,7 @@ class _Model:
             ) from error
         factors = np.frombuffer(stored, np.dtype("<f4"))
         if not np.isfinite(factors).all() or (factors <= 0).any():
-            raise CheckpointError(f"{file.path}: tensor {_ROPE_FACTORS} must hold positive numbers.")
+            raise CheckpointError(
+                f"{file.path}: tensor {_ROPE_FACTORS} must hold positive numbers."
+            )
         return [float(factor) for factor in factors]

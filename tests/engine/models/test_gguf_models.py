@@ -101,9 +101,7 @@ def runner_of(folder: Path, config: EngineConfig = _FLOAT32) -> ModelRunner:
             },
             id="qwen3-windows",
         ),
-        pytest.param(
-            "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, id="mixtral"
-        ),
+        pytest.param("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, id="mixtral"),
         pytest.param(
             "Qwen3Moe",
             {
@@ -144,9 +142,7 @@ def test_embedding_models_have_no_head(tmp_path: Path) -> None:
     stored = open_tensors(tmp_path / "hf")
     assert set(tensors) == {f"model.{name}" for name in stored}
     for name, info in stored.items():
-        assert torch.equal(
-            tensors.load(f"model.{name}", info.shape), stored.load(name, info.shape)
-        )
+        assert torch.equal(tensors.load(f"model.{name}", info.shape), stored.load(name, info.shape))
 
 
 def drawn_blocks(
