@@ -31,17 +31,20 @@ class Layout(NamedTuple):
     activations: Activations = Activations.WIDE
     is_float8: bool = False
     zeroed: bool = False
+    has_offsets: bool = False
 
 
 LAYOUTS = (
     Layout("int4", 4, 128),
     Layout("int4 zeros", 4, 128, zeroed=True),
     Layout("int4 groups of 32", 4, 32),
+    Layout("int4 offsets", 4, 32, Activations.INT16_GROUP, has_offsets=True),
     Layout("int4 channels", 4, 0),
     Layout("int4, int8 rows", 4, 128, Activations.INT8_TOKEN),
     Layout("int4 zeros, float8 rows", 4, 128, Activations.FLOAT8_TOKEN, zeroed=True),
     Layout("int8", 8, 0),
     Layout("int8 groups, zeros", 8, 128, zeroed=True),
+    Layout("int8 groups of 32", 8, 32, Activations.INT16_GROUP),
     Layout("int8, int8 rows", 8, 0, Activations.INT8_TOKEN),
     Layout("int8, int8 rows of one scale", 8, 0, Activations.INT8_TENSOR),
     Layout("float8", 8, 0, is_float8=True),
@@ -85,6 +88,7 @@ def _weight(layout: Layout, num_outputs: int) -> QuantizedWeight:
         zeros=torch.empty(size, dtype=torch.int16, device=_META) if layout.zeroed else None,
         activations=layout.activations,
         activation_scale=0.1 if layout.activations.is_static else None,
+        offsets=torch.empty(size, device=_META) if layout.has_offsets else None,
     )
 
 

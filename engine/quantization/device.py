@@ -86,6 +86,8 @@ def why_not_packed(weight: QuantizedWeight) -> str | None:
             return f"codes of {weight.codes.dtype} for rows of {activations.value}"
         if weight.zeros is not None:
             return "zeros of 8 bits for rows of 8 bits"
+    if weight.offsets is not None and (weight.zeros is not None or not is_wide):
+        return f"offsets beside zeros or for rows of {activations.value}"
     group_inputs = _group_inputs(weight)
     if activations is Activations.FLOAT8_GROUP and group_inputs:
         if weight.order is not None:
@@ -109,5 +111,6 @@ def why_not_packed(weight: QuantizedWeight) -> str | None:
 
 
 def _group_inputs(weight: QuantizedWeight) -> int:
-    """Return the inputs of a group, or 0 for a single group."""
-    return weight.group_inputs if weight.scales.shape[1] > 1 else 0
+    """Return the inputs of a group, or 0 for a single group without offsets."""
+    has_one = weight.scales.shape[1] == 1 and weight.offsets is None
+    return 0 if has_one else weight.group_inputs

@@ -134,6 +134,7 @@ def _why_not_stacked(weights: Sequence[QuantizedWeight]) -> str | None:
             return "each expert has inputs in an order of its own"
         if (weight.bits, weight.codes.dtype) != (first.bits, first.codes.dtype) or (
             weight.scales.shape != first.scales.shape
+            or (weight.offsets is None) != (first.offsets is None)
         ):
             return "experts of a layer are quantized in several ways"
     return None

@@ -15,6 +15,8 @@ from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_gr
 from millrace.engine.kernels.operations import Linear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 
+_PACKED_BITS, _INT4_ZERO = 4, 8
+
 
 class QuantizedDeviceLinear(Linear):
     """Linear map of a weight that ``device.why_not_packed`` accepts.
@@ -74,10 +76,15 @@ class QuantizedDeviceLinear(Linear):
 
 def packed(weight: QuantizedWeight) -> PackedWeight:
     """Return ``weight`` in the kernels' layout, on its device."""
+    codes, offsets = weight.codes, weight.offsets
+    if offsets is not None and weight.bits == _PACKED_BITS and weight.code_zero == 0:
+        # The kernels' codes are signed.
+        codes, offsets = codes - _INT4_ZERO, offsets + weight.scales * _INT4_ZERO
     return PackedWeight.of(
-        weight.codes,
+        codes,
         weight.scales,
         weight.zeros,
+        offsets,
         group_inputs=weight.group_inputs,
         bits=weight.bits,
     )

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -52,6 +52,12 @@ inline Floats load(const BFloat16* from) {
 inline Floats load(const Float16* from) {
 #ifdef __AVX512F__
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  // GCC converts one number at a time below.
+  const auto* halves = reinterpret_cast<const __m128i*>(from);
+  const __m256 both[2] = {_mm256_cvtph_ps(_mm_loadu_si128(halves)),
+                          _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+  return unaligned<Floats>(both);
 #else
   return __builtin_convertvector(unaligned<Float16s>(from), Floats);
 #endif

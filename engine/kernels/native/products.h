@@ -38,8 +38,9 @@ enum class Finish { kWrite, kAdd, kGate };
 
 // Arguments of a product. `rows` [num_rows, num_inputs] are bfloat16, or made by `prepare_row` if
 // the weight needs that, with `scales` [num_rows, num_scales], and for a weight with zeros the
-// `sums` of their groups [num_rows, num_groups]. Rows for formats of groups are int16, with `sums`
-// and `starts` [num_rows, num_groups], see `prepare_group_row`. `out` is [num_rows, num_outputs], or half as wide
+// `sums` of their groups [num_rows, num_groups]. For formats of groups, `rows` are int16
+// [num_inputs / 32, num_rows, 32] with `scales` [num_inputs / 32, num_rows], `sums` and `starts`
+// [num_groups, num_rows], see `prepare_group_row`. `out` is [num_rows, num_outputs], or half as wide
 // for kGate, whose panels are the gates, then the ups. `adapted` is null if no row has an adapter.
 // `partial` [num_rows, num_outputs], if not null, gets the unfinished sums in place of `out`.
 struct Product {
@@ -59,7 +60,6 @@ struct Product {
   }
   int64_t num_groups() const { return num_inputs / weight->group_inputs; }
   int64_t num_scales() const {
-    if (weight->activation == Activation::kInt16Groups) return num_inputs / kBlockInputs;
     return weight->activation == Activation::kFloat8Groups ? num_groups() : 1;
   }
   int64_t panel_bytes() const { return octet_bytes(weight->format) * num_inputs / kUnrolled; }
@@ -178,10 +178,9 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
       }
     }
   } else if constexpr (has_groups(kFormat)) {
-    const int64_t first = row * product.num_groups();
-    const GroupRows rows{static_cast<const int16_t*>(product.rows) + row * stride, row_scales,
-                         product.sums + first,
-                         weight.code_zero == 0 ? nullptr : product.starts + first};
+    const GroupRows rows{static_cast<const int16_t*>(product.rows) + row * kBlockInputs,
+                         product.scales + row, product.sums + row, product.starts + row,
+                         product.num_rows};
     sum_groups<kFormat, kRows>(weight, rows, product.num_inputs, {panels.first, panels.second},
                                {panel(0), panel(1)}, [&] { ask(ahead); }, sums);
   } else if constexpr (kFormat == Format::kBFloat16) {
@@ -274,7 +273,8 @@ constexpr std::array kMultiplyTile{kTilesOf<Format::kBFloat16>, kTilesOf<Format:
                                    kTilesOf<Format::kFloat8>, kTilesOf<Format::kInt4>,
                                    kTilesOf<Format::kInt8Dot>, kTilesOf<Format::kCodes>,
                                    kTilesOf<Format::kGroup4>,  kTilesOf<Format::kGroup5>,
-                                   kTilesOf<Format::kGroup6>,  kTilesOf<Format::kGroup8>};
+                                   kTilesOf<Format::kGroup6>,  kTilesOf<Format::kGroup8>,
+                                   kTilesOf<Format::kGroupCodes>};
 
 // Converts a panel of codes to bfloat16.
 template <Format kFormat>
@@ -288,9 +288,17 @@ void widen_panel(const std::byte* from, int64_t num_inputs, std::byte* to) {
 
 // Functions by format; null where widening gains nothing.
 constexpr std::array<void (*)(const std::byte*, int64_t, std::byte*), kMultiplyTile.size()>
-    kWidenPanel{
-    nullptr, widen_panel<Format::kInt8>, widen_panel<Format::kFloat8>, widen_panel<Format::kInt4>,
-    nullptr};
+    kWidenPanel{nullptr,
+                widen_panel<Format::kInt8>,
+                widen_panel<Format::kFloat8>,
+                widen_panel<Format::kInt4>,
+                nullptr,
+                nullptr,
+                widen_groups<Format::kGroup4>,
+                widen_groups<Format::kGroup5>,
+                widen_groups<Format::kGroup6>,
+                widen_groups<Format::kGroup8>,
+                nullptr};
 
 // `next` is this thread's next item, or `item` itself. Each of the first tiles prefetches a part of
 // its panels, so that no thread waits for memory between two items.
@@ -318,7 +326,8 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
     kWidenPanel[format](panels.first, product.num_inputs, widened.data());
     kWidenPanel[format](panels.second, product.num_inputs, widened.data() + size);
     panels = {widened.data(), widened.data() + size};
-    format = static_cast<size_t>(Format::kCodes);
+    format = static_cast<size_t>(has_groups(product.weight->format) ? Format::kGroupCodes
+                                                                    : Format::kCodes);
   }
   const auto& tiles = kMultiplyTile[format];
   const int64_t turn = turn_inputs(product.weight->format);
@@ -373,17 +382,18 @@ class PreparedRows {
   void prepare(const Product& product, int64_t row) {
     thread_local std::vector<BFloat16> scratch;
     scratch.resize(static_cast<size_t>(product.num_inputs));
-    auto* codes = reinterpret_cast<std::byte*>(codes_.get()) + row * product.row_bytes();
     const auto* from = static_cast<const BFloat16*>(product.rows) + row * product.num_inputs;
-    float* scales = scales_.get() + row * product.num_scales();
-    float* sums = sums_.get() + row * product.num_groups();
     if (has_groups(product.weight->format)) {
-      prepare_group_row(*product.weight, from, product.num_inputs, scratch.data(),
-                        reinterpret_cast<int16_t*>(codes), scales, sums,
-                        starts_.get() + row * product.num_groups());
+      prepare_group_row(*product.weight, from, product.num_inputs, product.num_rows,
+                        scratch.data(),
+                        reinterpret_cast<int16_t*>(codes_.get()) + row * kBlockInputs,
+                        scales_.get() + row, sums_.get() + row, starts_.get() + row);
       return;
     }
-    prepare_row(*product.weight, from, product.num_inputs, scratch.data(), codes, scales, sums);
+    prepare_row(*product.weight, from, product.num_inputs, scratch.data(),
+                reinterpret_cast<std::byte*>(codes_.get()) + row * product.row_bytes(),
+                scales_.get() + row * product.num_scales(),
+                sums_.get() + row * product.num_groups());
   }
 
   Product of(Product product) const {

@@ -41,8 +41,8 @@ constexpr int64_t kPanelOutputs = kLanes;
 constexpr int kUnrolled = 8;
 constexpr int64_t kLineBytes = 64;
 
-// kCodes are codes of another format in bfloat16, to which products convert them. kGroup4 to kGroup8
-// have 4, 5, 6 and 8 bits and groups of 16 or 32 inputs.
+// kCodes are codes of another format in bfloat16, to which products convert them, and kGroupCodes in
+// int16. kGroup4 to kGroup8 have 4, 5, 6 and 8 bits and groups of 16 or 32 inputs.
 enum class Format : int32_t {
   kBFloat16,
   kInt8,
@@ -53,14 +53,17 @@ enum class Format : int32_t {
   kGroup4,
   kGroup5,
   kGroup6,
-  kGroup8
+  kGroup8,
+  kGroupCodes
 };
 
 constexpr bool has_groups(Format format) { return format >= Format::kGroup4; }
 
 // Bytes of a panel for each 8 inputs.
 constexpr int64_t octet_bytes(Format format) {
-  return format == Format::kBFloat16 || format == Format::kCodes ? 4 * kLineBytes
+  return format == Format::kBFloat16 || format == Format::kCodes ||
+                 format == Format::kGroupCodes
+             ? 4 * kLineBytes
          : format == Format::kInt4 || format == Format::kGroup4   ? kLineBytes
          : format == Format::kGroup5                              ? kLineBytes * 5 / 4
          : format == Format::kGroup6                              ? kLineBytes * 6 / 4

@@ -5,7 +5,8 @@ As with wide weights, a program takes some outputs and sums them over all inputs
 Inputs come in chunks of CHUNK, each within one group of inputs that share a scale. Weights are int8
 or float8_e4m3fn [num_outputs, num_inputs]. PACKED weights are uint8 of half that width: a byte has
 a code plus 8 of the first half of a chunk in its low bits, and one of the second half in its high
-bits. ``scales`` and ``zeros`` are [num_groups, num_outputs]; GROUP_INPUTS 0 means one group.
+bits. ``scales``, ``zeros`` and ``offsets`` are [num_groups, num_outputs]; GROUP_INPUTS 0 means one
+group. With OFFSETS, rows are wide, and each code's value has its group's offset added.
 
 Rows are wide, and weights are then widened, which is exact. Or rows are int8 or float8_e4m3fn with
 ``row_scales`` [num_groups, num_rows], of which there is one group without ROW_GROUPED.
@@ -70,6 +71,7 @@ def product_sums(
     lines,
     scale_places,
     zero_places,
+    offset_places,
     has_output,
     num_outputs,
     num_inputs,
@@ -79,6 +81,7 @@ def product_sums(
     GROUP_INPUTS: tl.constexpr,
     PACKED: tl.constexpr,
     ZEROED: tl.constexpr,
+    OFFSETS: tl.constexpr,
     ROUNDED: tl.constexpr,
     ROW_GROUPED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -107,6 +110,9 @@ def product_sums(
             scale = tl.load(scale_places + group, mask=has_output, other=0.0).to(tl.float32)
             if ZEROED:
                 zeros = tl.load(zero_places + group, mask=has_output, other=0)
+        if OFFSETS:
+            offset = tl.load(offset_places + group, mask=has_output, other=0.0).to(tl.float32)
+            total = tl.sum(values.to(tl.float32), 0)
         weights = operand(codes, zeros[:, None], False, PACKED, ZEROED, row_type)
         if APART:
             part = tl.dot(weights, values, input_precision="ieee")
@@ -114,6 +120,8 @@ def product_sums(
             sums = tl.dot(weights, values, sums, input_precision="ieee", out_dtype=SUM)
         if PACKED:
             values = row_values(at + WIDTH, has_row, BLOCK_ROWS)
+            if OFFSETS:
+                total += tl.sum(values.to(tl.float32), 0)
             weights = operand(codes, zeros[:, None], True, PACKED, ZEROED, row_type)
             if APART:
                 part = tl.dot(weights, values, part, input_precision="ieee", out_dtype=part.dtype)
@@ -123,6 +131,8 @@ def product_sums(
             scaled = part.to(tl.float32)
             if GROUP_INPUTS:
                 scaled *= scale[:, None]
+            if OFFSETS:
+                scaled += offset[:, None] * total[None, :]
             if ROW_GROUPED:
                 row_scale_place = chunk * CHUNK // GROUP_INPUTS * row_scale_stride
                 row_scale = tl.load(row_scale_places + row_scale_place, mask=has_row, other=0.0)
@@ -144,6 +154,7 @@ def quantized_product_kernel(
     weight,
     scales,
     zeros,
+    offsets,
     bias,
     residual,
     out,
@@ -158,6 +169,7 @@ def quantized_product_kernel(
     GROUP_INPUTS: tl.constexpr,
     PACKED: tl.constexpr,
     ZEROED: tl.constexpr,
+    OFFSETS: tl.constexpr,
     ROUNDED: tl.constexpr,
     ROW_GROUPED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -190,6 +202,7 @@ def quantized_product_kernel(
         weight + known_output * (num_inputs // 2 if PACKED else num_inputs),
         scales + known_output,
         zeros + known_output,
+        offsets + known_output,
         has_output,
         num_outputs,
         num_inputs,
@@ -199,6 +212,7 @@ def quantized_product_kernel(
         GROUP_INPUTS,
         PACKED,
         ZEROED,
+        OFFSETS,
         ROUNDED,
         ROW_GROUPED,
         NUM_STAGES,
@@ -221,6 +235,7 @@ def quantized_row_kernel(
     weight,
     scales,
     zeros,
+    offsets,
     bias,
     residual,
     out,
@@ -232,6 +247,7 @@ def quantized_row_kernel(
     GROUP_INPUTS: tl.constexpr,
     PACKED: tl.constexpr,
     ZEROED: tl.constexpr,
+    OFFSETS: tl.constexpr,
     ROUNDED: tl.constexpr,
     ROW_GROUPED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -277,8 +293,11 @@ def quantized_row_kernel(
                 scale *= tl.load(row_scales + group)[None, :]
             if ZEROED:
                 zero = tl.load(zeros + group_places)
+            if OFFSETS:
+                offset = tl.load(offsets + group_places).to(tl.float32)
         weights = operand(codes, zero[:, :, None], False, PACKED, ZEROED, tl.float32)
         products = weights * values[None, :, :]
+        total = values
         if PACKED:
             if EVEN:
                 values = tl.load(row_places + WIDTH).to(tl.float32)
@@ -286,7 +305,10 @@ def quantized_row_kernel(
                 values = tl.load(row_places + WIDTH, mask=there[:, None], other=0.0)
             weights = operand(codes, zero[:, :, None], True, PACKED, ZEROED, tl.float32)
             products += weights * values.to(tl.float32)[None, :, :]
+            total += values.to(tl.float32)
         sums += products * scale[:, :, None] if GROUP_INPUTS else products
+        if OFFSETS:
+            sums += offset[:, :, None] * total[None, :, :]
     result = tl.sum(tl.sum(sums, 2), 1)
     if not GROUP_INPUTS:
         result *= tl.load(scales + known_output).to(tl.float32)

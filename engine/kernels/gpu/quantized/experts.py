@@ -38,6 +38,7 @@ def quantized_products(
     quantized_experts_kernel[(num_tiles, -(-stack.num_outputs // tile.outputs))](
         *(codes, stack.scales if row_scales is None else row_scales, stack.codes, stack.scales),
         stack.scales if stack.zeros is None else stack.zeros,
+        stack.scales if stack.offsets is None else stack.offsets,
         *(choices.ends, choices.order),
         out if weights is None else weights,  # Read by the second product only.
         *(out, len(codes), codes.stride(0)),

@@ -16,14 +16,14 @@ _MOST_CHUNK = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """Weights [num_outputs, num_inputs], each (code - zero) * scale.
+    """Weights [num_outputs, num_inputs], each (code - zero) * scale + offset.
 
     ``codes`` is int8 or float8_e4m3fn [num_outputs, num_inputs], or uint8 [num_outputs, num_inputs
     / 2]. In the latter, byte j of each ``chunk`` / 2 bytes has the code of input j of ``chunk``
     inputs in its low bits and the code of input j + ``chunk`` / 2 in its high bits, both plus 8.
-    ``scales`` is a float type [num_groups, num_outputs]; ``zeros`` is int16 of that shape or None.
-    A group has ``group_inputs`` inputs; 0 means a single group. In a stack, all tensors have a
-    leading dimension of experts.
+    ``scales`` is a float type [num_groups, num_outputs]; ``zeros`` is int16 of that shape or None,
+    and ``offsets`` a float type of that shape or None. A group has ``group_inputs`` inputs; 0 means
+    a single group. In a stack, all tensors have a leading dimension of experts.
     """
 
     codes: torch.Tensor
@@ -31,6 +31,7 @@ class PackedWeight:
     zeros: torch.Tensor | None
     group_inputs: int
     chunk: int
+    offsets: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of experts in a stack."""
@@ -51,7 +52,7 @@ class PackedWeight:
 
     @property
     def size(self) -> WeightSize:
-        parts = (self.codes, self.scales, self.zeros)
+        parts = (self.codes, self.scales, self.zeros, self.offsets)
         num_bytes = sum(part.numel() * part.itemsize for part in parts if part is not None)
         return WeightSize(self.codes.numel() * (1 + self.is_packed), num_bytes)
 
@@ -61,19 +62,20 @@ class PackedWeight:
         codes: torch.Tensor,
         scales: torch.Tensor,
         zeros: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
         *,
         group_inputs: int,
         bits: int,
     ) -> Self:
-        """Pack ``codes`` [num_outputs, num_inputs] with their scales and zeros, on their device.
+        """Pack ``codes`` [num_outputs, num_inputs] with what belongs to them, on their device.
 
-        Codes of 4 ``bits`` are from -8 to 7. ``scales`` and ``zeros`` are [num_outputs,
-        num_groups].
+        Codes of 4 ``bits`` are from -8 to 7. ``scales``, ``zeros`` and ``offsets`` are
+        [num_outputs, num_groups].
 
         Raises:
             ValueError: ``chunk_of`` finds no chunk for the width.
         """
-        one_group = scales.shape[1] == 1
+        one_group = scales.shape[1] == 1 and offsets is None
         group_inputs = 0 if one_group else group_inputs
         chunk = chunk_of(codes.shape[1], group_inputs, bits)
         if not chunk:
@@ -84,6 +86,7 @@ class PackedWeight:
             zeros=None if zeros is None else zeros.t().contiguous(),
             group_inputs=group_inputs,
             chunk=chunk,
+            offsets=None if offsets is None else _narrowed(offsets).t().contiguous(),
         )
 
     @classmethod
@@ -95,6 +98,7 @@ class PackedWeight:
                 (other.codes.shape, other.codes.dtype) != (first.codes.shape, first.codes.dtype)
                 or other.group_inputs != first.group_inputs
                 or other.scales.shape != first.scales.shape
+                or (other.offsets is None) != (first.offsets is None)
             ):
                 raise ValueError("the weights of experts in one stack differ in their layout")
         scales = torch.stack([weight.scales.float() for weight in weights])
@@ -108,6 +112,7 @@ class PackedWeight:
                     for weight in weights
                 ]
             )
+        offsets = [weight.offsets.float() for weight in weights if weight.offsets is not None]
         # Stacked as bytes: some versions of torch cannot concatenate float8.
         codes = torch.stack([weight.codes.view(torch.uint8) for weight in weights])
         return replace(
@@ -115,6 +120,7 @@ class PackedWeight:
             codes=codes.view(first.codes.dtype),
             scales=_narrowed(scales),
             zeros=zeros,
+            offsets=_narrowed(torch.stack(offsets)) if offsets else None,
         )
 
 

@@ -71,6 +71,7 @@ def tiled_quantized_linear(
     tensors = (
         *(codes, weight.scales if row_scales is None else row_scales, weight.codes, weight.scales),
         weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if weight.offsets is None else weight.offsets,
         out if bias is None else bias,
         *(residual_or_out, out),
     )
@@ -108,6 +109,7 @@ def layout_constants(weight: PackedWeight, row_scales: torch.Tensor | None) -> d
         "GROUP_INPUTS": weight.group_inputs,
         "PACKED": weight.is_packed,
         "ZEROED": weight.zeros is not None,
+        "OFFSETS": weight.offsets is not None,
         "ROUNDED": row_scales is not None,
         "ROW_GROUPED": row_scales is not None and len(row_scales) > 1,
     }

@@ -20,6 +20,8 @@ class Kind(NamedTuple):
     activations: Activations
     is_float8: bool = False
     zeroed: bool = False
+    has_offsets: bool = False
+    is_signed: bool = True
 
 
 KINDS = (
@@ -36,6 +38,10 @@ KINDS = (
     Kind(8, Activations.FLOAT8_TOKEN, is_float8=True),
     Kind(8, Activations.FLOAT8_TENSOR, is_float8=True),
     Kind(8, Activations.FLOAT8_GROUP, is_float8=True),
+    Kind(4, Activations.INT16_GROUP, has_offsets=True),
+    Kind(4, Activations.INT16_GROUP, has_offsets=True, is_signed=False),
+    Kind(6, Activations.INT16_GROUP),
+    Kind(8, Activations.INT16_GROUP, has_offsets=True),
 )
 
 
@@ -48,7 +54,9 @@ def drawn_weight(
     if kind.is_float8:
         codes = (torch.randn(num_outputs, num_inputs) * 100).clamp(-448, 448).to(FLOAT8)
     else:
-        codes = torch.randint(-most, most, (num_outputs, num_inputs), dtype=torch.int8)
+        least = -most if kind.is_signed else 0
+        shape = (num_outputs, num_inputs)
+        codes = torch.randint(least, least + 2 * most, shape, dtype=torch.int8)
     return QuantizedWeight(
         codes=codes,
         scales=(torch.rand(size) + 0.5) / (most * num_inputs**0.5),
@@ -58,12 +66,15 @@ def drawn_weight(
         order=torch.randperm(num_inputs) if ordered else None,
         activations=kind.activations,
         activation_scale=0.02 if kind.activations.is_static else None,
+        offsets=torch.randn(size) / num_inputs**0.5 if kind.has_offsets else None,
     )
 
 
 def exact(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """Return the product in float64, with rows rounded as the weight requires."""
-    return weight.rounding(rows.float()).double() @ weight.values(torch.float64).t()
+    wide = weight.activations.may_stay_wide
+    operand = rows if wide else weight.rounding(rows.float())
+    return operand.double() @ weight.values(torch.float64).t()
 
 
 def as_multiplied(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor | RoundedRows:
