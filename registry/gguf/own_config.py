@@ -139,9 +139,10 @@ class _Model:
         for key in (Keys.Attention.VALUE_LENGTH, Keys.Rope.DIMENSION_COUNT):
             if self._size(key, head_dim) != head_dim:
                 raise _NotOursError(f"{self._key(key)} is not the keys' {head_dim}")
-        config = {
+        num_layers = self._size(Keys.LLM.BLOCK_COUNT)
+        config: dict[str, Any] = {
             "hidden_size": hidden,
-            "num_hidden_layers": self._size(Keys.LLM.BLOCK_COUNT),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._size(Keys.Attention.HEAD_COUNT_KV, num_heads),
             "head_dim": head_dim,
@@ -154,7 +155,7 @@ class _Model:
             "dtype": self._dtype(),
         }
         config |= self._biases() | self._mlp(num_experts)
-        windows = self._windows(config["num_hidden_layers"])
+        windows = self._windows(num_layers)
         family = self._family(num_experts, has_windows=bool(windows))
         ending = "ForCausalLM" if has_head else "Model"
         return config | windows | {"architectures": [family + ending]}
