@@ -18,10 +18,10 @@ from millrace.registry.package_source import PackageSource
 from millrace.registry.source import gguf_file, resolve
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import CheckpointError, ModelNotFoundError
+from tests.support.engine.gguf_made import write_metadata
 
 _CONTENTS = b"GGUF weights"
 _PATH = "tiny_model/tiny.gguf"
-from tests.support.engine.gguf_made import write_metadata
 
 
 @pytest.fixture
