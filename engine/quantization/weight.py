@@ -121,8 +121,12 @@ class QuantizedWeight:
 
     @property
     def code_zero(self) -> int:
-        """Number that moves codes of 4, 5 or 6 ``bits`` to 0 and above; else 0."""
-        is_signed = self.offsets is None or bool((self.codes < 0).any())
+        """Number that moves codes of 4, 5 or 6 ``bits`` to 0 and above; else 0.
+
+        Codes without contents, on the meta device, count as signed.
+        """
+        codes = self.codes
+        is_signed = self.offsets is None or codes.is_meta or bool((codes < 0).any())
         return 1 << self.bits - 1 if self.bits < 8 and is_signed else 0
 
     @property

@@ -12,6 +12,9 @@ _DIGEST_BYTES = 8
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
 _SUFFIXES = (".safetensors", ".gguf")
+# Raised when rounding at load makes other values than before, so that no request moves between
+# workers that round differently.
+_ROUNDING = 2
 
 
 def weights_fingerprint(
@@ -38,7 +41,7 @@ def weights_fingerprint(
                 opened.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
     if quantization is not None:
-        digest.update(f"rounded to {quantization};".encode())
+        digest.update(f"rounded to {quantization}, {_ROUNDING};".encode())
     if kv_cache_dtype is not None:
         digest.update(f"keys and values in {kv_cache_dtype};".encode())
     return digest.hexdigest() if files else ""

@@ -14,6 +14,7 @@ from millrace.engine.kernels.cpu import CpuKernels, CpuProducts
 BUILDS: list[tuple[str, ...]] = [()]
 if platform.machine() == "x86_64":
     BUILDS.append(("-mno-avx512bf16", "-mno-avx512vnni", "-O1"))
+    BUILDS.append(("-mno-avx512f", "-O1"))
 
 
 def compiled(dtype: torch.dtype) -> CpuKernels:

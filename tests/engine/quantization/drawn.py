@@ -56,6 +56,12 @@ def random_weight(
     )
 
 
+def in_half(weight: QuantizedWeight) -> QuantizedWeight:
+    """Round the scales and offsets of ``weight`` to half precision."""
+    offsets = None if weight.offsets is None else weight.offsets.half().float()
+    return replace(weight, scales=weight.scales.half().float(), offsets=offsets)
+
+
 def exact_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
     """Compute the product in float64, with rows rounded as the weight asks."""
     rounded = rows if weight.order is None else rows[:, weight.order]
