@@ -252,9 +252,10 @@ def test_a_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     entry = entry_of("org/mill-gguf/q4/x.gguf@v1")
     assert entry.is_gguf
     assert not entry.is_local
-    assert entry.engine_kind is EngineKind.REAL  # as long as the file is not here
+    before = entry.engine_kind
     assert gguf_file(entry) == tmp_path / "q4" / "x.gguf"
-    assert entry.engine_kind is EngineKind.LLAMACPP
+    # The file's architecture is known once it is here.
+    assert [before, entry.engine_kind] == [EngineKind.REAL, EngineKind.LLAMACPP]
     assert calls[0]["repository"] == "org/mill-gguf"
     assert calls[0]["revision"] == "v1"
     assert calls[0]["allow_patterns"] == ["q4/x.gguf"]
