@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -280,3 +281,27 @@ def test_a_type_without_a_reader_is_left_to_llama_cpp(tmp_path: Path) -> None:
     reason = re.escape("blk.1.attn_q.weight is stored as IQ2_XXS. Start it with --engine llamacpp")
     with pytest.raises(CheckpointError, match=reason):
         read_model_config(folder)
+
+
+def test_slices_of_rows_are_in_the_checkpoints_order(tmp_path: Path) -> None:
+    folder = checkpoint_folder(write_quantized(tmp_path, [GGMLQuantizationType.Q5_K]))
+    tensors = GgufTensors(gguf_parts(folder), read_model_config(folder))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    whole = tensors.load_quantized(name, (256, 256), None).values()
+    part = tensors.load_quantized(name, (256, 256), range(64, 192)).values()
+    assert torch.equal(part, whole[64:192])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_device_kernels_compute_such_files(tmp_path: Path, kernels: str) -> None:
+    """The kernels are Triton's, in its interpreter. The model is minimal, since that is slow."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    saved(tmp_path / "hf", "Llama", num_hidden_layers=1, **sizes)
+    folder = checkpoint_folder(write_gguf(tmp_path / "x.gguf", tmp_path / "hf", "q4_1"))
+    answers = []
+    for settings in ({"kernels": kernels, "cuda_graphs": False}, {"kernels": "torch"}):
+        config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 16}
+        engine = Engine.load(folder, msgspec.convert(config | settings, EngineConfig))
+        engine.add(request("greedy", [1, 2, 3, 4, 5], max_tokens=4))
+        answers.append(tokens_by_request(drain(engine)))
+    assert answers[0] == answers[1]
