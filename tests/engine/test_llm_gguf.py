@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,16 @@ _GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the environment, which LLM sets for its process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(folders, "cache_folder", lambda: tmp_path / "cache")
-    return
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
     return write_checkpoint(tmp_path / "tiny", **sizes)
 
 
