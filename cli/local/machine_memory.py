@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from millrace.registry.checkpoints.checkpoint import gguf_parts
 from millrace.runtime.process import available_bytes
 from millrace.schemas.errors import MillraceError
 

@@ -102,7 +102,9 @@ class GgufTensors:
                 f"Tensor {stored} in {file.path} has rows of {own[0]} numbers, which are no whole "
                 f"blocks of {kind.name} ({block_size} numbers)."
             )
-        row_bytes = own[0] // block_size * block_bytes
+        # A vector has a row for each number, as its matrix has.
+        row_size = own[0] if len(own) > 1 else block_size
+        row_bytes = row_size // block_size * block_bytes
         matrix = self._data(file.path, tensor).view(-1, row_bytes)
         expert = self._places[name].expert
         if expert is not None:

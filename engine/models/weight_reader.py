@@ -19,12 +19,7 @@ from millrace.engine.quantization.device_experts import MakeStack
 from millrace.engine.quantization.linear import MakeQuantized, SplitLinear
 from millrace.engine.quantization.rounding import Quantize
 from millrace.engine.quantization.slicing import sliced
-from millrace.engine.quantization.weight import (
-    QuantizedWeight,
-    as_one,
-    can_be_one,
-    in_one_form,
-)
+from millrace.engine.quantization.weight import QuantizedWeight, in_one_form
 from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
 from millrace.registry.checkpoints.shard import WHOLE, WHOLE_MODEL, Shard, Slice
@@ -270,8 +265,8 @@ class WeightReader:
         rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not rounded:
             return linear_of(torch.cat(wide), bias, self.makers, self.makers.quantize)
-        if not wide and can_be_one(alike := in_one_form(rounded)):
-            return self.makers.quantized(as_one(alike), bias)
+        if not wide and (joined := in_one_form(rounded)) is not None:
+            return self.makers.quantized(joined, bias)
         return SplitLinear(
             [
                 linear_of(part, None if biases is None else biases[number], self.makers, None)
@@ -312,8 +307,8 @@ class WeightReader:
         if not rounded:
             whole = torch.cat(wide)
             return whole if self.makers.quantize is None else self.makers.quantize(whole)
-        if not wide and can_be_one(alike := in_one_form(rounded)):
-            return as_one(alike)
+        if not wide and (joined := in_one_form(rounded)) is not None:
+            return joined
         return torch.cat([self._wide(part, prefix) for part in parts])
 
     def _wide_stack(

@@ -2,8 +2,8 @@
 
 Every type is a grid of small integers with a scale, and in some types an offset, for 16 or 32
 neighbouring inputs. So each of them is a ``QuantizedWeight``, whose values equal those that the
-``gguf`` package computes bit for bit. The layouts are those of llama.cpp's ``ggml-common.h``. Rows that the
-weights multiply are rounded to int16, finer than the int8 of llama.cpp.
+``gguf`` package computes bit for bit. The layouts are those of llama.cpp's ``ggml-common.h``.
+Rows that the weights multiply are rounded to int16, finer than the int8 of llama.cpp.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _bits(stored: torch.Tensor, num_bits: int, width: int) -> torch.Tensor:
     bytes first: uint8 [..., number of bytes * 8 / num_bits].
     """
     shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8).unsqueeze(-1)
-    spans = stored.unflatten(-1, (-1, 1, width))
+    spans = stored.reshape(*stored.shape[:-1], -1, 1, width)
     return ((spans >> shifts) & ((1 << num_bits) - 1)).flatten(-3)
 
 
@@ -133,7 +133,7 @@ def _q3_k(blocks: torch.Tensor) -> _Parts:
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and offsets of the 8 groups of a Q4_K or Q5_K block."""
-    low, least, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    low, least, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
     factors = torch.cat([low & 63, (rest & 15) | ((low >> 2) & 48)], -1)
     minima = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], -1)
     scales = _half(blocks[..., :2]) * factors.float()

@@ -172,12 +172,14 @@ def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
     )
 
 
-def in_one_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Bring integer ``parts`` of different bits and groups to one form, with the same values.
+def in_one_form(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Join the outputs of ``parts``, with the same values; None if one weight cannot hold them.
 
-    It has the most bits and the smallest groups of the parts, and offsets if any part has. Parts
-    that differ in more than that stay as they are.
+    Parts for rows of int16 may differ in bits and groups: the joined weight has the most bits and
+    the smallest groups of the parts, and offsets if any part has.
     """
+    if can_be_one(parts):
+        return as_one(parts)
     first = parts[0]
     alike = all(
         part.codes.dtype is torch.int8
@@ -187,8 +189,8 @@ def in_one_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
         and _same(part.order, first.order)
         for part in parts
     )
-    if not alike or can_be_one(parts):
-        return list(parts)
+    if not alike:
+        return None
     size = math.gcd(*(part.group_inputs for part in parts))
     bits = max(part.bits for part in parts)
     if any(part.code_zero for part in parts):
@@ -196,11 +198,11 @@ def in_one_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
         largest = max(int(part.codes.max()) for part in parts)
         bits = next(more for more in (bits, bits + 1, _MOST_BITS) if largest < 1 << more - 1)
     has_offsets = any(part.offsets is not None for part in parts)
-    return [_in_form(part, min(bits, _MOST_BITS), size, has_offsets) for part in parts]
+    return as_one([_in_form(part, bits, size, has_offsets=has_offsets) for part in parts])
 
 
 def _in_form(
-    weight: QuantizedWeight, bits: int, group_inputs: int, has_offsets: bool
+    weight: QuantizedWeight, bits: int, group_inputs: int, *, has_offsets: bool
 ) -> QuantizedWeight:
     repeats = weight.group_inputs // group_inputs
     scales = weight.scales.repeat_interleave(repeats, 1)

@@ -25,8 +25,8 @@ def weights_fingerprint(
 ) -> str:
     """Return 16 hexadecimal digits that identify the weights in a checkpoint folder or file.
 
-    A folder that stands for a GGUF model has the fingerprint of its files. The digits also depend on the type that weights are rounded to when loaded, and on the type of
-    keys and values.
+    A folder that stands for a GGUF model has the fingerprint of its files. The digits also depend
+    on the type that weights are rounded to when loaded, and on the type of keys and values.
 
     The fingerprint covers the name and size of each weights file and samples spread over it,
     beginning with the table of tensors. So two checkpoints of one shape differ, and a large one

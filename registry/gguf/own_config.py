@@ -139,20 +139,23 @@ class _Model:
         for key in (Keys.Attention.VALUE_LENGTH, Keys.Rope.DIMENSION_COUNT):
             if self._size(key, head_dim) != head_dim:
                 raise _NotOursError(f"{self._key(key)} is not the keys' {head_dim}")
-        config = {
+        num_layers = self._size(Keys.LLM.BLOCK_COUNT)
+        config: dict[str, Any] = {
             "hidden_size": hidden,
-            "num_hidden_layers": self._size(Keys.LLM.BLOCK_COUNT),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._size(Keys.Attention.HEAD_COUNT_KV, num_heads),
             "head_dim": head_dim,
-            "rms_norm_eps": self._fields.positive_float(self._key(Keys.Attention.LAYERNORM_RMS_EPS)),
+            "rms_norm_eps": self._fields.positive_float(
+                self._key(Keys.Attention.LAYERNORM_RMS_EPS)
+            ),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "rope_theta": self._fields.positive_float(self._key(Keys.Rope.FREQ_BASE), 10_000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "dtype": self._dtype(),
         }
         config |= self._biases() | self._mlp(num_experts)
-        windows = self._windows(config["num_hidden_layers"])
+        windows = self._windows(num_layers)
         family = self._family(num_experts, has_windows=bool(windows))
         ending = "ForCausalLM" if has_head else "Model"
         return config | windows | {"architectures": [family + ending]}
@@ -190,16 +193,17 @@ class _Model:
         return "Mistral" if has_windows else "Llama"
 
     def _biases(self) -> dict[str, Any]:
-        """Return which biases there are. Llama's attention has all or none."""
+        """Return which biases there are. Attention has all or none."""
         has = {
             module: f"blk.0.{module}.bias" in self._tensors
             for module in ("attn_q", "attn_k", "attn_v", "attn_output")
         }
-        is_llama = self._architecture == _LLAMA
-        if is_llama and len(set(has.values())) != 1:
+        # In Qwen2 all but the output have one.
+        is_qwen2 = self._architecture == "qwen2"
+        if not is_qwen2 and len(set(has.values())) != 1:
             raise _NotOursError("only some projections of its attention have a bias")
         mlp = [f"blk.0.{module}.bias" in self._tensors for module in ("ffn_gate", "ffn_down")]
-        return {"attention_bias": is_llama and has["attn_q"], "mlp_bias": all(mlp)}
+        return {"attention_bias": not is_qwen2 and has["attn_q"], "mlp_bias": all(mlp)}
 
     def _mlp(self, num_experts: int) -> dict[str, Any]:
         if not num_experts:
@@ -301,5 +305,7 @@ class _Model:
             ) from error
         factors = np.frombuffer(stored, np.dtype("<f4"))
         if not np.isfinite(factors).all() or (factors <= 0).any():
-            raise CheckpointError(f"{file.path}: tensor {_ROPE_FACTORS} must hold positive numbers.")
+            raise CheckpointError(
+                f"{file.path}: tensor {_ROPE_FACTORS} must hold positive numbers."
+            )
         return [float(factor) for factor in factors]

@@ -50,9 +50,7 @@ class CheckpointNames(NamedTuple):
     unknown: tuple[str, ...]
 
 
-def checkpoint_names(
-    shapes: Mapping[str, tuple[int, ...]], *, is_mixtral: bool
-) -> CheckpointNames:
+def checkpoint_names(shapes: Mapping[str, tuple[int, ...]], *, is_mixtral: bool) -> CheckpointNames:
     """Return the checkpoint's names of tensors, whose ``shapes`` have the experts last."""
     places: dict[str, TensorPlace] = {}
     unknown = []

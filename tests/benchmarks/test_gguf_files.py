@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
 from millrace.registry.checkpoints.checkpoint import open_tensors
-from tests.engine.checkpoints import save_model
+from tests.engine.checkpoints import save_base_model
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.gguf_files import write_gguf
 
@@ -50,9 +50,9 @@ def test_matrices_are_bfloat16_and_vectors_are_not(tmp_path: Path) -> None:
 
 
 def test_what_is_not_written_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path / "mixtral", "Mixtral")
-    with pytest.raises(ValueError, match="MixtralForCausalLM"):
-        write_gguf(tmp_path / "model.gguf", tmp_path / "mixtral")
+    save_base_model(tmp_path / "base", "Llama")
+    with pytest.raises(ValueError, match="LlamaModel"):
+        write_gguf(tmp_path / "model.gguf", tmp_path / "base")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(ValueError, match="RoPE scaling dynamic"):
         write_gguf(

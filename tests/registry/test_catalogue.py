@@ -384,5 +384,8 @@ def test_only_the_own_engine_has_stages_on_other_hosts(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_not_quantized_when_it_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="llamacpp runs this model"):
+    with pytest.raises(ConfigError, match="int8 is not for GGUF files, whose weights are computed"):
         written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n    quantization: int8\n")
+    entry = written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n").get("s")
+    with pytest.raises(ConfigError, match="int4 is not for GGUF files"):
+        entry.engine_config(EngineConfig(quantization="int4"))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import gguf
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
+from millrace.engine.models.rope import inverse_frequencies
 from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors, read_model_config
 
 # llama.cpp's names of what computes a family, and whether it turns neighbouring numbers of a head
@@ -21,15 +25,25 @@ _ARCHITECTURES = {
     "MistralForCausalLM": ("llama", True),
     "Qwen2ForCausalLM": ("qwen2", False),
     "Qwen3ForCausalLM": ("qwen3", False),
+    "Qwen3Model": ("qwen3", False),
+    "MixtralForCausalLM": ("llama", True),
+    "Qwen3MoeForCausalLM": ("qwen3moe", False),
 }
 _GPT2_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _NUM_BYTES = 256
-MatrixType = Literal["float32", "bfloat16", "q8_0", "q4_0"]
+MatrixType = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+_EXPERT = re.compile(
+    r"(?P<before>.*\.experts\.)(?P<expert>\d+)\.(?P<behind>(w1|w2|w3|gate_proj|up_proj|down_proj).*)"
+)
 _KINDS: dict[MatrixType, GGMLQuantizationType] = {
     "float32": GGMLQuantizationType.F32,
+    "float16": GGMLQuantizationType.F16,
     "bfloat16": GGMLQuantizationType.BF16,
     "q8_0": GGMLQuantizationType.Q8_0,
     "q4_0": GGMLQuantizationType.Q4_0,
+    "q4_1": GGMLQuantizationType.Q4_1,
+    "q5_0": GGMLQuantizationType.Q5_0,
+    "q5_1": GGMLQuantizationType.Q5_1,
 }
 
 
@@ -39,26 +53,38 @@ def write_gguf(
     dtype: MatrixType = "bfloat16",
     *,
     pre_tokenizer: str | None = None,
+    stored: Mapping[str, tuple[npt.NDArray[Any], GGMLQuantizationType]] | None = None,
+    tensors_a_file: int = 0,
 ) -> Path:
     """The GGUF file ``path`` of a checkpoint folder: weights, tokenizer and chat template.
 
     Matrices are of ``dtype``, the head and the embedding too, vectors float32. ``pre_tokenizer`` is
     llama.cpp's name of how a byte-level tokenizer splits texts into words; None: as GPT-2 does, and
-    only if it does. Raises ValueError for what such a file cannot say or is not written here.
+    only if it does. ``stored`` has the blocks of tensors by GGUF's names, in place of the
+    checkpoint's numbers. With ``tensors_a_file`` there are several files; the first is returned.
+    Raises ValueError for what such a file cannot say or is not written here.
     """
     config = read_model_config(checkpoint)
-    if config.architecture not in _ARCHITECTURES or config.sliding_layers:
+    if config.architecture not in _ARCHITECTURES:
         raise ValueError(f"{config.architecture} with this configuration is not written as GGUF")
     architecture, interleaved = _ARCHITECTURES[config.architecture]
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors_a_file)
     _add_config(writer, config)
     _add_tokenizer(writer, checkpoint, config, pre_tokenizer)
-    _add_tensors(writer, checkpoint, config, architecture, dtype, interleaved=interleaved)
+    tensors = _tensors(checkpoint, config, architecture, interleaved=interleaved)
+    for name, tensor in tensors.items():
+        kind = _KINDS[dtype] if tensor.dim() > 1 else GGMLQuantizationType.F32
+        if stored is not None and name in stored:
+            data, kind = stored[name]
+        else:
+            data = gguf.quantize(np.ascontiguousarray(tensor.numpy()), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    count = len(writer.tensors)
+    return path.with_name(f"{path.stem}-00001-of-{count:05}.gguf") if count > 1 else path
 
 
 def _add_config(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -75,9 +101,21 @@ def _add_config(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
+    if config.experts is not None:
+        writer.add_expert_count(config.experts.num_experts)
+        writer.add_expert_used_count(config.experts.num_chosen)
+        if config.architecture.startswith("Qwen"):
+            writer.add_expert_feed_forward_length(config.experts.intermediate_size)
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        slides = [layer in config.sliding_layers for layer in range(config.num_hidden_layers)]
+        if not all(slides):
+            writer.add_sliding_window_pattern(slides)
+    if not config.has_head:
+        writer.add_pooling_type(gguf.PoolingType.LAST)
     match config.rope_scaling:
-        case None:
-            pass
+        case None | {"rope_type": "llama3"}:
+            pass  # as a tensor of factors
         case {"rope_type": "linear", "factor": factor}:
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(factor)
@@ -167,30 +205,45 @@ def _add_special_tokens(
         writer.add_chat_template(settings["chat_template"])
 
 
-def _add_tensors(
-    writer: GGUFWriter,
-    checkpoint: Path,
-    config: ModelConfig,
-    architecture: str,
-    dtype: MatrixType,
-    *,
-    interleaved: bool,
-) -> None:
+def _tensors(
+    checkpoint: Path, config: ModelConfig, architecture: str, *, interleaved: bool
+) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors in float32 by GGUF's names, experts in stacks."""
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tensors = open_tensors(checkpoint)
-    for name, info in tensors.items():
-        tensor = tensors.load(name, info.shape).float()
+    tensors: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    stored = open_tensors(checkpoint)
+    for name, info in stored.items():
+        tensor = stored.load(name, info.shape).float()
         projection = name.split(".")[-2]
         if interleaved and projection in heads:
             tensor = _interleaved(tensor, heads[projection])
-        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if new_name is None:
-            raise ValueError(f"tensor {name} has no name in GGUF")
-        kind = _KINDS[dtype] if tensor.dim() > 1 else GGMLQuantizationType.F32
-        data: npt.NDArray[Any] = gguf.quantize(np.ascontiguousarray(tensor.numpy()), kind)
-        writer.add_tensor(new_name, data, raw_dtype=kind)
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            merged = expert["before"] + expert["behind"]
+            if "block_sparse_moe" in merged:
+                merged = merged.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            experts.setdefault(merged, {})[int(expert["expert"])] = tensor
+        else:
+            tensors[_new_name(names, name)] = tensor
+    for name, one in experts.items():
+        tensors[_new_name(names, name)] = torch.stack([one[number] for number in sorted(one)])
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") == "llama3":
+        plain = inverse_frequencies(msgspec.structs.replace(config, rope_scaling=None))
+        tensors["rope_freqs.weight"] = plain / inverse_frequencies(config)
+    return tensors
+
+
+def _new_name(names: gguf.TensorNameMap, name: str) -> str:
+    suffixes = (".weight", ".bias")
+    # Checkpoints of embedding models omit the prefix.
+    new_name = names.get_name(name, suffixes) or names.get_name(f"model.{name}", suffixes)
+    if new_name is None:
+        raise ValueError(f"tensor {name} has no name in GGUF")
+    return new_name
 
 
 def _interleaved(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

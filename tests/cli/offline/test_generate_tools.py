@@ -16,6 +16,7 @@ from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition
 from tests.cli.offline.generating import generate
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.engine.gguf_made import write_metadata
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,7 +133,8 @@ def test_bad_conversations_are_named(
         ("nowhere.gguf", "The file nowhere.gguf does not exist"),
         ("models/nowhere.gguf", "The file models/nowhere.gguf does not exist"),
         ("weights.bin", "weights.bin is a file; a model is a folder"),
-        ("tiny.gguf", "only llama.cpp runs, not this command: serve it with millrace up"),
+        ("empty.gguf", "empty.gguf is not a GGUF file"),
+        ("tiny.gguf", "this command cannot compute: its architecture is tiny. Serve it on llama.c"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "embed"])
@@ -145,8 +147,9 @@ def test_paths_that_lead_to_no_checkpoint_are_told_apart(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("weights.bin", "tiny.gguf", "in.jsonl"):
+    for name in ("weights.bin", "empty.gguf", "in.jsonl"):
         (tmp_path / name).touch()
+    write_metadata(tmp_path / "tiny.gguf")
     arguments = ["--model", model, "--input", "in.jsonl", "--output", "out.jsonl"]
     assert main([command, *arguments]) != 0
     assert sentence in capsys.readouterr().err

@@ -18,6 +18,7 @@ from millrace.registry.package_source import PackageSource
 from millrace.registry.source import gguf_file, resolve
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import CheckpointError, ModelNotFoundError
+from tests.support.engine.gguf_made import write_metadata
 
 _CONTENTS = b"GGUF weights"
 _PATH = "tiny_model/tiny.gguf"
@@ -93,8 +94,17 @@ def test_a_gguf_file_in_a_wheel_is_a_model(index: Path) -> None:
     source = _source(_digest(index))
     entry = load_catalogue("").entry_for(source)
     assert (entry.name, entry.is_gguf, entry.is_local) == ("tiny", True, False)
-    assert entry.engine_kind is EngineKind.LLAMACPP
+    assert entry.engine_kind is EngineKind.REAL  # as long as the file is not here
     assert gguf_file(entry).read_bytes() == _CONTENTS
+
+
+def test_the_engine_of_a_wheels_file_is_known_once_it_is_here(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = load_catalogue("").entry_for(_source(_digest(index)))
+    gguf_file(entry).write_bytes(write_metadata(tmp_path / "x.gguf").read_bytes())
+    assert entry.engine_choice.kind is EngineKind.LLAMACPP
+    assert entry.engine_choice.reason.endswith("its architecture is tiny")
 
 
 def test_a_folder_in_a_wheel_is_a_model(index: Path) -> None:

@@ -194,7 +194,10 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             read_gguf(cut)
     cut.write_bytes(whole[: header_bytes + weights])
-    assert read_gguf(cut).shapes == {"token_embd.weight": (8, len(TOKENS))}
+    tensors = read_gguf(cut).tensors
+    assert {name: one.shape for name, one in tensors.items()} == {
+        "token_embd.weight": (8, len(TOKENS))
+    }
 
 
 _TEMPLATE = "{% for message in messages %}{{ bos_token }}{{ message.content }}{% endfor %}"

@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import msgspec
 import pytest
 
 from millrace.engine.step.engine import Engine
 from millrace.registry.artifacts.store import ModelSourceError
-from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
+from millrace.registry.catalogue import (
+    Catalogue,
+    CatalogueEngine,
+    EngineChoice,
+    ModelEntry,
+    load_catalogue,
+)
 from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.registry.gguf import checkpoint_folder as folders
 from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 from millrace.registry.served import ServedModel
 from millrace.registry.source import gguf_file, resolve
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import CheckpointError, ConfigError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.pooling import Pooling
@@ -30,6 +39,19 @@ from millrace.workers.simulated.engine import SimulatedEngine
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata
 from tests.support.gguf_files import write_gguf
+
+_LLAMA: Mapping[str, Any] = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 8,
+    "llama.context_length": 64,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 16,
+    "llama.attention.head_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+_ON_HUB = ("org/mill-gguf", "v1")
 
 
 def entry_of(source: Path | str) -> ModelEntry:
@@ -220,13 +242,20 @@ def test_a_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         calls.append({"repository": repository, **options})
         return str(tmp_path)
 
+    def stored(repository: str, file: str, *, revision: str | None) -> str | None:
+        return str(tmp_path / file) if calls and (repository, revision) == _ON_HUB else None
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", stored)
     (tmp_path / "q4").mkdir()
     write_metadata(tmp_path / "q4" / "x.gguf")
     entry = entry_of("org/mill-gguf/q4/x.gguf@v1")
     assert entry.is_gguf
     assert not entry.is_local
+    before = entry.engine_kind
     assert gguf_file(entry) == tmp_path / "q4" / "x.gguf"
+    # The file's architecture is known once it is here.
+    assert [before, entry.engine_kind] == [EngineKind.REAL, EngineKind.LLAMACPP]
     assert calls[0]["repository"] == "org/mill-gguf"
     assert calls[0]["revision"] == "v1"
     assert calls[0]["allow_patterns"] == ["q4/x.gguf"]
@@ -246,18 +275,88 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve(load_catalogue("").entry_for("org/mill/x.gguf"))
 
 
-def test_the_own_engine_says_which_one_computes_such_files(file: Path) -> None:
-    folder = resolve(entry_of(file))
-    assert read_model_outline(folder).architecture == "llama"
+def test_the_own_engine_says_which_one_computes_other_files(tmp_path: Path) -> None:
+    entry = entry_of(write_metadata(tmp_path / "x.gguf"))
+    folder = resolve(entry)
+    assert entry.engine_choice.kind is EngineKind.LLAMACPP
+    assert entry.engine_choice.reason.endswith("cannot compute the file: its architecture is tiny")
+    assert read_model_outline(folder).architecture == "tiny"
     for refused in (
         lambda: read_model_config(folder),
         lambda: Engine.load(folder, EngineConfig(device="cpu")),
     ):
-        with pytest.raises(CheckpointError, match=r"tiny\.gguf is .* --engine llamacpp"):
+        with pytest.raises(CheckpointError, match=r"x\.gguf cannot be .* --engine llamacpp"):
             refused()
 
 
-async def test_no_engine_is_simulated_for_such_files(file: Path) -> None:
+def test_the_own_engine_is_the_default(file: Path, checkpoint: Path) -> None:
+    entry = entry_of(file)
+    assert entry.engine_choice == EngineChoice(
+        EngineKind.REAL, "it computes the file's architecture and types"
+    )
+    ours, theirs = read_model_config(resolve(entry)), read_model_config(checkpoint)
+    given = {"rms_norm_eps": theirs.rms_norm_eps, "dtype": theirs.dtype}
+    given["eos_token_ids"] = theirs.eos_token_ids
+    assert msgspec.structs.replace(ours, **given) == theirs
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
+    asked = msgspec.structs.replace(entry, engine=CatalogueEngine(kind=EngineKind.LLAMACPP))
+    assert asked.engine_choice == EngineChoice(EngineKind.LLAMACPP, "it was asked for")
+    assert read_model_outline(resolve(entry), any_architecture=True).architecture == "llama"
+
+
+def test_files_that_cannot_be_read_end_in_their_own_errors(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF")
+    for path in (damaged, tmp_path / "missing.gguf"):
+        assert entry_of(path).engine_kind is EngineKind.REAL
+        with pytest.raises(CheckpointError, match=path.name):
+            resolve(entry_of(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"llama.rope.scaling.type": "longrope"}, "its RoPE scaling is longrope"),
+        ({"llama.attention.causal": False}, "its attention is not causal"),
+        ({"llama.attention.value_length": 4}, "llama.attention.value_length is not the keys' 8"),
+        ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count is not the keys' 8"),
+        ({"llama.logit_scale": 2.0}, "it has llama.logit_scale"),
+        ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs from layer to layer"),
+        ({"llama.expert_count": 2, "llama.expert_gating_func": 2}, "gating_func is 2, not softmax"),
+    ],
+)
+def test_features_that_only_llama_cpp_computes(
+    tmp_path: Path, changes: Mapping[str, Any], reason: str
+) -> None:
+    file = write_metadata(tmp_path / "x.gguf", {**_LLAMA, **changes})
+    assert entry_of(file).engine_choice.kind is EngineKind.LLAMACPP
+    assert reason in entry_of(file).engine_choice.reason
+
+
+def test_a_tensor_that_the_architecture_lacks(tmp_path: Path) -> None:
+    file = write_metadata(tmp_path / "x.gguf", {**_LLAMA, "split.count": None})
+    assert entry_of(file).engine_kind is EngineKind.REAL
+    first = tmp_path / "y-00001-of-00002.gguf"
+    write_metadata(first, {**_LLAMA, "split.count": 2})
+    write_metadata(first.with_name("y-00002-of-00002.gguf"), tensor="blk.0.ssm_a")
+    reason = "its tensor blk.0.ssm_a is not part of the architecture"
+    assert entry_of(first).engine_choice.reason.endswith(reason)
+
+
+def test_the_fingerprint_is_that_of_the_file(tmp_path: Path, file: Path) -> None:
+    fingerprint = weights_fingerprint(resolve(entry_of(file)))
+    assert fingerprint == weights_fingerprint(file) != ""
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(file.read_bytes())
+    assert weights_fingerprint(resolve(entry_of(copy))) == fingerprint
+    with copy.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x7f")
+    assert weights_fingerprint(resolve(entry_of(copy))) != fingerprint
+
+
+async def test_no_engine_is_simulated_for_other_files(tmp_path: Path) -> None:
+    file = write_metadata(tmp_path / "x.gguf")
     with pytest.raises(ConfigError, match="GGUF files cannot be simulated"):
         SimulatedEngine(served_by(file), EngineConfig(), SystemClock())
 

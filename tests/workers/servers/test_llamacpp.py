@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineRequest
-from millrace.registry.catalogue import Catalogue
+from millrace.registry.catalogue import Catalogue, CatalogueEngine
 from millrace.registry.gguf.gguf_file import kv_bytes_per_token
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -57,8 +57,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> ServedModel:
     file = write_gguf(checkpoint.parent / "tiny.gguf", checkpoint, "float32")
-    catalogue = Catalogue({}).with_model(str(file))
-    return ServedModel.load(catalogue, catalogue.names()[0])
+    return _served(file)
+
+
+def _served(file: Path) -> ServedModel:
+    """The model of a GGUF file, as a catalogue that names llama.cpp for it has it."""
+    entry = Catalogue({}).entry_for(str(file))
+    entry = msgspec.structs.replace(entry, engine=CatalogueEngine(kind=EngineKind.LLAMACPP))
+    return ServedModel.load(Catalogue({entry.name: entry}), entry.name)
 
 
 def _config(**changes: Any) -> EngineConfig:
@@ -247,8 +253,7 @@ async def test_another_model_behind_a_url_is_refused(
 ) -> None:
     other = write_checkpoint(tmp_path / "other", max_position_embeddings=512)
     file = write_gguf(tmp_path / "other.gguf", other, "float32")
-    catalogue = Catalogue({}).with_model(str(file))
-    wide = ServedModel.load(catalogue, catalogue.names()[0])
+    wide = _served(file)
     async with llamacpp_server(model, tmp_path) as (url, _):
         with pytest.raises(ConfigError, match="context window is 128 tokens"):
             await start_server_engine(wide, _config(url=url), SystemClock())
@@ -305,8 +310,7 @@ def test_slots_have_what_the_memory_has_room_for(model: ServedModel) -> None:
 async def test_requests_longer_than_a_slot_are_refused_one_by_one(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "wide", max_position_embeddings=512)
     file = write_gguf(tmp_path / "wide.gguf", checkpoint, "float32")
-    catalogue = Catalogue({}).with_model(str(file))
-    wide = ServedModel.load(catalogue, catalogue.names()[0])
+    wide = _served(file)
     async with _engine(wide, arguments=(*_EXACT, "--ctx-size", "1024")) as engine:
         assert engine.stats.max_tokens_per_request == 256
         heard = Heard(engine)
