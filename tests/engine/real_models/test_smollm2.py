@@ -1,5 +1,4 @@
-"""SmolLM2-135M-Instruct in the engine: as the GGUF file that it is published as, and as a checkpoint
-in bfloat16."""
+"""SmolLM2-135M-Instruct in the engine: its published GGUF file, and a checkpoint in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,16 +28,17 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+# Float32 answers them with clear margins.
 _QUESTIONS = (
-    "What is the capital of France?",
-    "Name the planets of the solar system.",
-    "What is water made of?",
-    "Write one sentence about the sea.",
-    "How many days has a week?",
+    "Count from 1 to 10.",
+    "List the months of the year.",
+    "What is the chemical formula of water?",
+    "Repeat after me: the mill grinds wheat into flour.",
+    "How many days are in a week?",
 )
 _ANSWER_TOKENS = 48
 # Differences of logits below this margin are decided by rounding.
-_CLEAR_MARGIN = 0.3
+_CLEAR_MARGIN = 0.15
 _NUM_WINDOWS = 4
 _SETTINGS: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1 << 29}
 
@@ -105,7 +105,7 @@ def test_answers_are_those_of_transformers_in_float32(llm: LLM, float32: PreTrai
         clear = _clear_answer(float32, answer.prompt_token_ids)
         assert list(answer.token_ids[: len(clear)]) == clear
         num_compared += len(clear)
-    assert num_compared >= 4 * len(_QUESTIONS)
+    assert num_compared >= 100
 
 
 def test_the_capital_of_france(llm: LLM) -> None:
