@@ -158,11 +158,11 @@ def reference(
 
 
 # Bounds of (change of NLL, mean |Δlogprob|). int4 is measured on the permuted checkpoint, as the
-# published weights have 4 bits already.
+# published weights have 4 bits already. NLL varies by some hundredths over so few tokens.
 _WAYS: dict[str, tuple[dict[str, Any], float, float]] = {
     "bf16": ({}, 0.0015, 0.015),
     "int8": ({"quantization": "int8"}, 0.003, 0.045),
-    "int4": ({"quantization": "int4"}, 0.16, 0.5),
+    "int4": ({"quantization": "int4"}, 0.2, 0.48),
     "kv-int8": ({"kv_cache_dtype": "int8"}, 0.003, 0.033),
     "gguf": ({}, 0.0015, 0.02),
 }
