@@ -75,7 +75,7 @@ bench: setup  ## overhead of the whole path compared with the engine alone
 docs: setup  ## documentation site in build/site; fails for broken links
 	$(BIN)/python -m tools.site
 
-engines: setup  ## llama.cpp's server, built from source into .engines
+engines: setup  ## llama.cpp's server and tools, built from source into .engines
 	deploy/engines/install-llamacpp $(BIN)/python
 
 test-engines: setup  ## the tests of third-party engines that are installed

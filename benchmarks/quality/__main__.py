@@ -19,6 +19,7 @@ of 512 tokens whose second half counts, as in llama-perplexity.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -153,6 +154,9 @@ def run(
     num_windows: int = 10,
 ) -> PartResult:
     """Report the scores over ``num_windows`` windows; the default has 5,120 tokens."""
+    # The processes of the measurement inherit it. Spinning threads are slow beside other processes,
+    # and speed is not measured.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     entry = load_catalogue("").entry_for(model)
     reshape = [write_permuted] * permuted + [write_widened] * widened
     with tempfile.TemporaryDirectory() as folder:

@@ -44,8 +44,7 @@ def _note_logits(note: Callable[[torch.Tensor], object]) -> None:
     ``prompt_logprobs`` reports the likeliest tokens only, and a divergence needs all of them.
     """
     from millrace.engine.devices.cpu import runner
-
-    score_rows = runner.score_rows
+    from millrace.engine.sampling.prompt_logprobs import score_rows
 
     def noting(ranges: Any, hidden: Any, logits_of: Callable[[Any], torch.Tensor]) -> Any:
         def noted(rows: Any) -> torch.Tensor:
@@ -55,4 +54,4 @@ def _note_logits(note: Callable[[torch.Tensor], object]) -> None:
 
         return score_rows(ranges, hidden, noted)
 
-    runner.score_rows = noting
+    vars(runner)["score_rows"] = noting

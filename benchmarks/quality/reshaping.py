@@ -81,7 +81,7 @@ def write_widened(target: Path, checkpoint: Path) -> Path:
             wide = tensor.new_zeros(sizes[name.split(".")[-2]])
             wide[: tensor.shape[0], : tensor.shape[1]] = tensor
         tensors[name] = wide
-    changes = {
+    changes: dict[str, object] = {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_attention_heads": kv_heads * group,

@@ -75,7 +75,7 @@ def test_the_printed_statistics_are_read() -> None:
     score = parsed(_PRINTED, 2.388)
     assert score.nll == pytest.approx(math.log(10.907275))
     assert score.nll_change == pytest.approx(math.log(10.907275) - 2.388)
-    assert (score.kl_divergence, score.same_top) == (0.004076, pytest.approx(0.96961))
+    assert (score.kl_divergence, score.same_top) == pytest.approx((0.004076, 0.96961))
     assert score.distance is None
 
 

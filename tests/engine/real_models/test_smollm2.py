@@ -1,5 +1,4 @@
-"""SmolLM2-135M-Instruct in the engine: as the GGUF file that it is published as, and as a checkpoint
-in bfloat16."""
+"""SmolLM2-135M-Instruct in the engine: its published GGUF file, and a checkpoint in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,16 +28,17 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+# Float32 answers them with clear margins.
 _QUESTIONS = (
-    "What is the capital of France?",
-    "Name the planets of the solar system.",
-    "What is water made of?",
-    "Write one sentence about the sea.",
-    "How many days has a week?",
+    "Count from 1 to 10.",
+    "List the months of the year.",
+    "What is the chemical formula of water?",
+    "Repeat after me: the mill grinds wheat into flour.",
+    "How many days are in a week?",
 )
 _ANSWER_TOKENS = 48
 # Differences of logits below this margin are decided by rounding.
-_CLEAR_MARGIN = 0.3
+_CLEAR_MARGIN = 0.15
 _NUM_WINDOWS = 4
 _SETTINGS: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1 << 29}
 
@@ -105,7 +105,7 @@ def test_answers_are_those_of_transformers_in_float32(llm: LLM, float32: PreTrai
         clear = _clear_answer(float32, answer.prompt_token_ids)
         assert list(answer.token_ids[: len(clear)]) == clear
         num_compared += len(clear)
-    assert num_compared >= 4 * len(_QUESTIONS)
+    assert num_compared >= 100
 
 
 def test_the_capital_of_france(llm: LLM) -> None:
@@ -158,11 +158,11 @@ def reference(
 
 
 # Bounds of (change of NLL, mean |Δlogprob|). int4 is measured on the permuted checkpoint, as the
-# published weights have 4 bits already.
+# published weights have 4 bits already. NLL varies by some hundredths over so few tokens.
 _WAYS: dict[str, tuple[dict[str, Any], float, float]] = {
     "bf16": ({}, 0.0015, 0.015),
     "int8": ({"quantization": "int8"}, 0.003, 0.045),
-    "int4": ({"quantization": "int4"}, 0.16, 0.5),
+    "int4": ({"quantization": "int4"}, 0.2, 0.48),
     "kv-int8": ({"kv_cache_dtype": "int8"}, 0.003, 0.033),
     "gguf": ({}, 0.0015, 0.02),
 }
