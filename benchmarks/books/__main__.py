@@ -69,7 +69,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def run(rounds: int = 4, no_kills: bool = False) -> PartResult:
-    """Take each way to ask ``rounds`` times; ``no_kills`` leaves all parts alive."""
+    """Take each way to ask at least ``rounds`` times; ``no_kills`` leaves all parts alive."""
     with tempfile.TemporaryDirectory(prefix="millrace-books-") as folder:
         kills = () if no_kills else _KILLED
         return PartResult(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
@@ -86,8 +86,10 @@ async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
                 BooksClient(system, tenant, one)
                 for tenant, one in zip(tenants, all_answers, strict=True)
             ]
-            load = asyncio.gather(*(client.ask_all(rounds) for client in clients))
+            all_killed = asyncio.Event()
+            load = asyncio.gather(*(client.ask_all(rounds, all_killed) for client in clients))
             await _kill(system, kills, load)
+            all_killed.set()
             await load
             sources = [
                 await _compare(system, tenant, one, client)
@@ -118,11 +120,10 @@ def _arguments(folder: Path, tools: str) -> tuple[str, ...]:
 
 
 async def _kill(system: System, parts: Sequence[str], load: asyncio.Future[Any]) -> None:
-    """``kill -9`` each part in turn while the load runs."""
+    """``kill -9`` each part in turn while the load runs. A load that fails ends this."""
     for part in parts:
         await asyncio.wait([load], timeout=_BETWEEN_KILLS_S)
         if load.done():
-            print(f"the load ended before {part} was killed")
             return
         print(f"kill -9 {part}", flush=True)
         system.kill(part)

@@ -75,8 +75,8 @@ class BooksClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def ask_all(self, rounds: int) -> None:
-        """Ask in each way ``rounds`` times, a few at a time."""
+    async def ask_all(self, rounds: int, may_end: asyncio.Event) -> None:
+        """Ask in each way ``rounds`` times, a few at a time, and go on until ``may_end`` is set."""
         ways: tuple[Callable[[], Awaitable[None]], ...] = (
             self.chat,
             self.several_choices,
@@ -90,8 +90,10 @@ class BooksClient:
             self.replay,
             self.leave,
         )
-        for _ in range(rounds):
+        num_rounds = 0
+        while num_rounds < rounds or not may_end.is_set():
             await asyncio.gather(self.batch(), *(way() for way in ways))
+            num_rounds += 1
 
     async def chat(self) -> None:
         await self._ask("chat/completions", messages=_MESSAGES, max_tokens=8)
