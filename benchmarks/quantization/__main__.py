@@ -8,6 +8,7 @@ runs after a warm-up:
 
   served   ``millrace up --quantization int8`` and ``int4``, and llama.cpp's server (`make engines`)
            with the same weights in q8_0 and q4_0, over HTTP by one client; started in turns
+  gguf     ``millrace up`` and llama.cpp's server on the same GGUF files, of ``llama-quantize``
   engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
            step of one stream reads its weights, beside the machine's best read rate
   quality  exact answers of the demo model to held-out questions
@@ -27,6 +28,7 @@ import msgspec
 from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import measure_server, serving
+from benchmarks.quality.llamacpp import quantize
 from benchmarks.quantization.engine import (
     KINDS,
     PEER_FORMATS,
@@ -47,14 +49,20 @@ from millrace.schemas.engines import EngineKind
 from tests.support.gguf_files import write_gguf
 from tests.support.system import System
 
-_Part = Literal["served", "engine", "quality", "logits"]
+_Part = Literal["served", "gguf", "engine", "quality", "logits"]
+
+_GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_K_M")
 
 
 class ServedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one load with weights of one kind: medians of both systems."""
+    """Result of one load with weights of one kind: medians of both systems.
+
+    ``peer_kind`` is llama.cpp's format.
+    """
 
     load: str
     kind: str
+    peer_kind: str
     own: Figures
     peer: Figures
 
@@ -75,19 +83,19 @@ class Result(msgspec.Struct, kw_only=True):
     logits: dict[str, LogitFigures] = {}
 
 
-def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
-    """Measure in turns, so that a slow minute of the machine affects both, and never side by side.
+def _served(
+    kind: str, own: Sequence[str], gguf: Path, vocab_size: int, folder: Path, runs: int
+) -> list[ServedResult]:
+    """Measure ``millrace up`` with the arguments ``own`` beside llama.cpp with the file ``gguf``.
 
-    An idle system would still take cores from the other one's threads.
+    In turns, so that a slow minute of the machine affects both, and never side by side: an idle
+    system would still take cores from the other one's threads.
     """
-    gguf = write_gguf(folder / f"{kind}.gguf", checkpoint, PEER_FORMATS[kind])
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
         load.name: ([], []) for load in DISTINCT_LOADS
     }
-    vocab_size = read_model_config(checkpoint).vocab_size
     for run in range(runs):
-        arguments = ("--port", "0", "--model", str(checkpoint), "--quantization", kind)
-        system = System(folder / f"data-{kind}-{run}", arguments).start()
+        system = System(folder / f"data-{gguf.stem}-{run}", ("--port", "0", *own)).start()
         try:
             for load in DISTINCT_LOADS:
                 rounds[load.name][0].append(measure_server(system.http, load, 1, vocab_size))
@@ -97,9 +105,33 @@ def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[Served
             for load in DISTINCT_LOADS:
                 rounds[load.name][1].append(measure_server(peer, load, 1, vocab_size))
     return [
-        ServedResult(load=name, kind=kind, own=medians(own), peer=medians(peer_figures))
-        for name, (own, peer_figures) in rounds.items()
+        ServedResult(
+            load=name, kind=kind, peer_kind=gguf.stem, own=medians(own_figures), peer=medians(peer)
+        )
+        for name, (own_figures, peer) in rounds.items()
     ]
+
+
+def _rounded_at_load(checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
+    """Measure the checkpoint rounded at load beside llama.cpp's format of as many bits."""
+    vocab_size = read_model_config(checkpoint).vocab_size
+    results: list[ServedResult] = []
+    for kind, peer_kind in PEER_FORMATS.items():
+        gguf = write_gguf(folder / f"{peer_kind}.gguf", checkpoint, peer_kind)
+        own = ("--model", str(checkpoint), "--quantization", kind)
+        results += _served(kind, own, gguf, vocab_size, folder, runs)
+    return results
+
+
+def _gguf(checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
+    """Measure both systems on the same files."""
+    vocab_size = read_model_config(checkpoint).vocab_size
+    wide = write_gguf(folder / "wide.gguf", checkpoint)
+    results: list[ServedResult] = []
+    for kind in _GGUF_TYPES:
+        gguf = quantize(folder / f"{kind}.gguf", wide, kind)
+        results += _served(kind, ("--model", str(gguf)), gguf, vocab_size, folder, runs)
+    return results
 
 
 def _measure(parts: Sequence[str], runs: int, folder: Path) -> Result:
@@ -107,9 +139,9 @@ def _measure(parts: Sequence[str], runs: int, folder: Path) -> Result:
     checkpoint = write_llama(folder / "llama-100m", LLAMA_100M._replace(context_window_tokens=1024))
     for part in parts:
         print(f"measuring {part}", file=sys.stderr, flush=True)
-        if part == "served":
-            for kind in PEER_FORMATS:
-                result.served += _served(kind, checkpoint, folder, runs)
+        if part in ("served", "gguf"):
+            measure_both = _rounded_at_load if part == "served" else _gguf
+            result.served += measure_both(checkpoint, folder, runs)
             continue
         for kind in KINDS:
             if part == "engine":
@@ -125,7 +157,7 @@ def _lines(result: Result) -> list[str]:
     lines = [f"{result.cpu}; memory is read at {result.read_bytes_per_s / 1e9:.1f} GB/s"]
     lines += [
         f"  {one.kind} {one.load:26} {one.own.tokens_per_s:7.1f} tokens/s, llama.cpp "
-        f"{PEER_FORMATS[one.kind]} {one.peer.tokens_per_s:7.1f}: {one.ratio:.2f}x; TTFT p50 "
+        f"{one.peer_kind} {one.peer.tokens_per_s:7.1f}: {one.ratio:.2f}x; TTFT p50 "
         f"{one.own.ttft_p50_ms:.1f} and {one.peer.ttft_p50_ms:.1f} ms"
         for one in result.served
     ]
