@@ -11,6 +11,7 @@ runs after a warm-up:
   gguf     ``millrace up`` and llama.cpp's server on the same GGUF files, of ``llama-quantize``
   engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
            step of one stream reads its weights, beside the machine's best read rate
+  products one product on one thread, also without some of the CPU's instructions
   quality  exact answers of the demo model to held-out questions
   logits   the largest error of logits beside the same quantized weights in float64
 """
@@ -30,6 +31,7 @@ from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import measure_server, serving
 from benchmarks.quality.llamacpp import quantize
 from benchmarks.quantization.engine import (
+    BUILDS,
     KINDS,
     PEER_FORMATS,
     WIDE,
@@ -38,6 +40,7 @@ from benchmarks.quantization.engine import (
     QualityFigures,
     measure_alone,
     measure_logits,
+    measure_products,
     measure_quality,
 )
 from benchmarks.support.command import PartResult, run_command
@@ -49,7 +52,7 @@ from millrace.schemas.engines import EngineKind
 from tests.support.gguf_files import write_gguf
 from tests.support.system import System
 
-_Part = Literal["served", "gguf", "engine", "quality", "logits"]
+_Part = Literal["served", "gguf", "engine", "products", "quality", "logits"]
 
 _GGUF_TYPES = ("Q8_0", "Q4_1", "Q4_K_M")
 
@@ -79,6 +82,7 @@ class Result(msgspec.Struct, kw_only=True):
     read_bytes_per_s: float
     served: list[ServedResult] = []
     engine: dict[str, AloneFigures] = {}
+    products_us: dict[str, dict[str, list[float]]] = {}
     quality: dict[str, QualityFigures] = {}
     logits: dict[str, LogitFigures] = {}
 
@@ -143,6 +147,10 @@ def _measure(parts: Sequence[str], runs: int, folder: Path) -> Result:
             measure_both = _rounded_at_load if part == "served" else _gguf
             result.served += measure_both(checkpoint, folder, runs)
             continue
+        if part == "products":
+            for build in BUILDS:
+                result.products_us[build] = in_new_process(measure_products, build)
+            continue
         for kind in KINDS:
             if part == "engine":
                 result.engine[kind] = in_new_process(measure_alone, kind, checkpoint)
@@ -174,6 +182,11 @@ def _lines(result: Result) -> list[str]:
             f"  engine {kind:8} one stream reads {alone.weight_bytes / 1e6:.0f} MB in "
             f"{alone.step_ms:.2f} ms: {alone.bytes_per_s / 1e9:.1f} GB/s, {share:.0%} of the best"
         )
+    for build, times_us in result.products_us.items():
+        for kind in PEER_FORMATS:
+            both = zip(times_us[WIDE], times_us[kind], strict=True)
+            ratios = " / ".join(f"{wide_us / own_us:.2f}" for wide_us, own_us in both)
+            lines.append(f"  products {kind:8} {build:22} 1 / 8 / 32 rows: {ratios}x of bfloat16")
     lines += [
         f"  quality {kind:8} {figures.num_right} of {figures.num_questions} exact: "
         f"{figures.points:.2f} %"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from millrace.engine.devices.cpu.attention import TorchAttention
+    from millrace.engine.kernels.operations import Linear
     from millrace.engine.models.decoder import Decoder, DecoderWeights
     from millrace.engine.models.weight_reader import MakeLinear
     from millrace.engine.quantization.linear import MakeQuantized
@@ -142,6 +143,54 @@ def _engine_answerer(kind: str, path: Path) -> Answerer:
         return [tokenizer.decode(token_ids) for token_ids in answers(engine, requests).values()]
 
     return answer
+
+
+_OUTPUTS, _INPUTS = 3072, 1536
+_NUM_ROWS: Final = (1, 8, 32)
+_TIMES = 8
+# Instructions that are left out; none first.
+BUILDS: Final[dict[str, tuple[str, ...]]] = {
+    "all instructions": (),
+    "without BF16 and VNNI": ("-mno-avx512bf16", "-mno-avx512vnni"),
+    "without AVX-512": ("-mno-avx512f",),
+}
+
+
+def measure_products(build: str) -> dict[str, list[float]]:
+    """Return by kind the microseconds of a product of 3,072 x 1,536 weights with 1, 8 and 32 rows.
+
+    One thread computes; each time is the best of several in turns. ``build`` is of BUILDS.
+    """
+    import time
+
+    import torch
+
+    from millrace.engine.kernels.build import products_library
+    from millrace.engine.kernels.cpu import CpuProducts
+    from millrace.engine.models.linears import PackedProjection, packed_quantized
+    from millrace.engine.quantization.rounding import rounded_int4_groups, rounded_int8_groups
+
+    torch.set_num_threads(1)
+    kernels = CpuProducts(products_library(*BUILDS[build]))
+    weight = torch.randn(_OUTPUTS, _INPUTS, generator=torch.Generator().manual_seed(0))
+    linears: dict[str, Linear] = {
+        WIDE: PackedProjection.of_wide(kernels, weight.bfloat16(), None),
+        "int8": packed_quantized(kernels, rounded_int8_groups(weight), None),
+        "int4": packed_quantized(kernels, rounded_int4_groups(weight), None),
+    }
+    best: dict[str, list[float]] = {kind: [] for kind in linears}
+    for num_rows in _NUM_ROWS:
+        rows = torch.randn(num_rows, _INPUTS).bfloat16()
+        times_s = {kind: float("inf") for kind in linears}
+        for _ in range(_TIMES):
+            for kind, linear in linears.items():
+                linear(rows)
+                begun_s = time.perf_counter()
+                linear(rows)
+                times_s[kind] = min(times_s[kind], time.perf_counter() - begun_s)
+        for kind, time_s in times_s.items():
+            best[kind].append(time_s * 1e6)
+    return best
 
 
 _NUM_TOKENS = 64
