@@ -45,6 +45,8 @@ def settings(kind: str) -> EngineConfig:
         device="cpu",
         max_num_sequences=max(load.streams for load in DISTINCT_LOADS),
         quantization=None if kind == WIDE else kind,
+        # Random weights repeat themselves, so accepted proposals would hide the steps' speed.
+        speculation="off",
     )
 
 
