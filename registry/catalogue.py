@@ -16,7 +16,7 @@ from millrace.registry.artifacts.store import is_address
 from millrace.registry.gguf.engine_choice import why_not_own_engine
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
 from millrace.registry.hub import stored_file
-from millrace.registry.package_source import FORM, PackageSource
+from millrace.registry.package_source import FORM, PREFIX, PackageSource
 from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.rollouts.versions import Versions, check_label
 from millrace.registry.routing.router import Route, Router
@@ -296,6 +296,8 @@ class Catalogue:
                 f"{path} is a file; a model is a folder in Hugging Face layout, or a file whose "
                 f"name ends in {GGUF_ENDING}."
             )
+        if name.startswith(PREFIX):
+            raise ModelNotFoundError(f"A model in a wheel has the form {FORM}, got {name!r:.200}.")
         hub_id = _HUB_ID.fullmatch(name)
         is_hub_file = hub_id is not None and hub_id["file"] is not None
         if name.startswith(_LOCAL_PREFIXES) or (name.endswith(GGUF_ENDING) and not is_hub_file):

@@ -389,3 +389,9 @@ def test_a_gguf_file_is_not_quantized_when_it_is_loaded(tmp_path: Path) -> None:
     entry = written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n").get("s")
     with pytest.raises(ConfigError, match="int4 is not for GGUF files"):
         entry.engine_config(EngineConfig(quantization="int4"))
+
+
+@pytest.mark.parametrize("source", ["pypi:package", "pypi:package==1/m.gguf", "pypi:package==1"])
+def test_an_incomplete_source_in_a_wheel_names_the_form(source: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"pypi:NAME==VERSION/PATH#sha256=DIGEST"):
+        Catalogue({}).entry_for(source)
