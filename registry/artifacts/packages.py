@@ -26,7 +26,7 @@ _STDERR = 2
 
 
 class WrongChecksumError(ModelSourceError):
-    """Downloaded file whose SHA-256 is not the one that its source names."""
+    """Downloaded file with another SHA-256 than its source names."""
 
 
 def package_folder(source: PackageSource, about: str) -> Path:

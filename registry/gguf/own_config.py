@@ -43,7 +43,7 @@ _LLAMA = "llama"
 _FAMILIES = {_LLAMA: "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe"}
 _SOFTMAX_GATES = (0, 1)
 _ROPE_FACTORS = "rope_freqs.weight"
-# Numbers that multiply or bound values in other architectures, with the one that changes nothing.
+# Fields whose numbers multiply or bound values in other architectures, with the neutral number.
 _NEUTRAL = {
     Keys.LLM.LOGIT_SCALE: 1.0,
     Keys.LLM.RESIDUAL_SCALE: 1.0,

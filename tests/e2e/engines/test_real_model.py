@@ -1,4 +1,4 @@
-"""System with a real model: the one that ``millrace up --model smollm2`` serves."""
+"""System with a real model, as ``millrace up --model smollm2`` serves it."""
 
 from __future__ import annotations
 

