@@ -1,8 +1,8 @@
 """Blocks of GGUF's quantized types: their codes, scales and offsets.
 
 Every type is a grid of small integers with a scale, and in some types an offset, for 16 or 32
-neighbouring inputs. So each of them is a ``QuantizedWeight``, whose values equal those that the
-``gguf`` package computes bit for bit. The layouts are those of llama.cpp's ``ggml-common.h``.
+neighbouring inputs. So a tensor of any type is a ``QuantizedWeight``, whose values equal the
+``gguf`` package's bit for bit. The layouts are as in llama.cpp's ``ggml-common.h``.
 Rows that the weights multiply are rounded to int16, finer than the int8 of llama.cpp.
 """
 

@@ -28,19 +28,19 @@ _LEAST_HALF, _MOST_HALF, _MOST_SMALL = 2.0**-18, 65504.0, 0.01
 
 
 def rounded_int8(
-    weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32, rounds_rows: bool = True
+    weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
     """Round ``weight`` [num_outputs, num_inputs] to int8, symmetric with one scale per output.
 
-    A scale is the largest magnitude over 127. Rows are rounded to int8, too, or stay wide if not
-    ``rounds_rows``. ``scale_dtype`` is the dtype in which scales will be stored; codes are made for
-    scales rounded to it.
+    A scale is the largest magnitude over 127. Rows are rounded to int8, too. ``scale_dtype`` is the
+    dtype in which scales will be stored; codes are made for scales rounded to it.
     """
     values = weight.float()
     scales = storable(values.abs().amax(1, keepdim=True) / _MOST_INT8, scale_dtype)
     codes = (values / scales).round().clamp(-_MOST_INT8, _MOST_INT8).to(torch.int8)
-    activations = Activations.INT8_TOKEN if rounds_rows else Activations.WIDE
-    return QuantizedWeight(codes, scales, group_inputs=weight.shape[1], activations=activations)
+    return QuantizedWeight(
+        codes, scales, group_inputs=weight.shape[1], activations=Activations.INT8_TOKEN
+    )
 
 
 def rounded_float8(

@@ -96,6 +96,15 @@ def logits_of(runner: ModelRunner, chunks: list[int]) -> list[torch.Tensor]:
     return [logits[str(i)] for i in range(len(PROMPTS))]
 
 
+def check_greedy(engine: Engine, model: Any, num_tokens: int) -> None:
+    """Assert that the greedy tokens of each prompt are those of a transformers' model."""
+    for i, token_ids in enumerate(PROMPTS):
+        engine.add(request(str(i), token_ids, max_tokens=num_tokens))
+    tokens = tokens_by_request(drain(engine))
+    for i, token_ids in enumerate(PROMPTS):
+        assert tokens[str(i)] == reference_greedy(model, token_ids, num_tokens)
+
+
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any]
@@ -109,12 +118,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     ):
         theirs = reference_logits(model, token_ids)[-1]
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-4
-    engine = Engine.load(tmp_path, config)
-    for i, token_ids in enumerate(PROMPTS):
-        engine.add(request(str(i), token_ids, max_tokens=16))
-    tokens = tokens_by_request(drain(engine))
-    for i, token_ids in enumerate(PROMPTS):
-        assert tokens[str(i)] == reference_greedy(model, token_ids, 16)
+    check_greedy(Engine.load(tmp_path, config), model, 16)
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

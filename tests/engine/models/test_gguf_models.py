@@ -33,12 +33,12 @@ from millrace.registry.gguf import checkpoint_folder as folders
 from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
-from tests.engine.checkpoints import reference_greedy, save_base_model, save_model
+from tests.engine.checkpoints import save_base_model, save_model
 from tests.engine.models.test_decoder import (
     CHUNKS,
     LINEAR_ROPE,
     LLAMA3_ROPE,
-    PROMPTS,
+    check_greedy,
     logits_of,
 )
 from tests.engine.support import drain, request, tokens_by_request
@@ -123,12 +123,7 @@ def test_logits_are_the_checkpoints_and_tokens_those_of_transformers(
     theirs = logits_of(runner_of(tmp_path / "hf"), CHUNKS)
     for one, other in zip(logits_of(runner_of(folder), CHUNKS), theirs, strict=True):
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
-    engine = Engine.load(folder, _FLOAT32)
-    for i, token_ids in enumerate(PROMPTS):
-        engine.add(request(str(i), token_ids, max_tokens=8))
-    tokens = tokens_by_request(drain(engine))
-    for i, token_ids in enumerate(PROMPTS):
-        assert tokens[str(i)] == reference_greedy(model, token_ids, 8)
+    check_greedy(Engine.load(folder, _FLOAT32), model, 8)
 
 
 def test_embedding_models_have_no_head(tmp_path: Path) -> None:
