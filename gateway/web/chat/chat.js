@@ -322,6 +322,7 @@ function refresh() {
   const isEmpty = conversation.turns.length === 0;
   prompt.placeholder = hintOf(models);
   byId("welcome").hidden = !isEmpty;
+  byId("about-demo").hidden = models.name !== DEMO;
   byId("heading").hidden = isEmpty;
   for (const id of ["new-chat", "new-chat-bar"]) byId(id).disabled = isEmpty;
   for (const example of document.querySelectorAll(".examples button")) {

@@ -36,6 +36,12 @@ async def test_a_question_streams_its_answer(front: RunningGateway, page: Page) 
     await expect(page.locator("#prompt")).to_be_focused()
 
 
+async def test_only_the_demo_model_is_said_to_know_one_subject(page: Page) -> None:
+    await expect(page.locator("#prompt")).to_have_attribute("placeholder", "Message echo")
+    await expect(page.locator("#welcome")).to_be_visible()
+    await expect(page.locator("#about-demo")).to_be_hidden()
+
+
 async def test_escape_stops(front: RunningGateway, page: Page) -> None:
     front.worker.stop_before = 3
     await page.locator(".examples button").first.click()
